@@ -1,0 +1,131 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp2/placement.hpp"
+#include "fsdp2/tensor.hpp"
+
+namespace fsdp2 {
+
+namespace detail {
+/// One started operation of a backend.
+class PendingWork {
+ public:
+  virtual ~PendingWork() = default;
+  /// Completes the operation; does nothing the second time. Throws CommError.
+  virtual void wait() = 0;
+  /// Makes progress; true when wait() would not block.
+  virtual bool test() = 0;
+};
+
+/// The operations of a communicator that are not known to be complete, held by a Work or dropped.
+class PendingList {
+ public:
+  void add(std::shared_ptr<PendingWork> work) { works_.push_back(std::move(work)); }
+  /// Completes one, and forgets it.
+  void wait(const std::shared_ptr<PendingWork>& work);
+  /// Completes and forgets the dropped ones that have finished.
+  void poll();
+  /// Completes all.
+  void drain();
+
+ private:
+  std::vector<std::shared_ptr<PendingWork>> works_;
+};
+}  // namespace detail
+
+/// A started collective. It keeps its buffers alive. Dropped unfinished, it is completed by its communicator later.
+/// Move-only; a moved-from or default Work is finished.
+class Work {
+ public:
+  Work() = default;
+  Work(std::shared_ptr<detail::PendingWork> pending, std::shared_ptr<detail::PendingList> list)
+      : pending_(std::move(pending)), list_(std::move(list)) {}
+  Work(Work&&) noexcept = default;
+  Work& operator=(Work&&) noexcept = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  ~Work() = default;
+
+  /// Orders the caller's execution space after the operation (device backends), or completes it (host): afterwards the
+  /// send buffer may be written and the receive buffer read by work on that space. Throws CommError.
+  void wait();
+  /// Gives the operation a chance to progress; true when wait() would not block.
+  bool test();
+  bool finished() const { return pending_ == nullptr; }
+
+ private:
+  std::shared_ptr<detail::PendingWork> pending_;
+  std::shared_ptr<detail::PendingList> list_;
+};
+
+/// The buffers of one operation in a group of them. Untouched by the caller until Work::wait.
+struct Transfer {
+  Tensor send;
+  Tensor receive;
+};
+
+/// The ranks along one axis of a mesh. Every member is collective over them: all ranks make the same calls in the same
+/// order with the same dtypes and element counts. Buffers are read and written on `exec`'s behalf: work queued there
+/// before the call is done first. A list of transfers is one group: started together, finished together.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  virtual std::int64_t rank() const = 0;
+  virtual std::int64_t size() const = 0;
+  /// Names the group in messages, such as "dp".
+  virtual const std::string& name() const = 0;
+
+  /// receive = the sends of ranks 0, 1, … one after another (size() times as many elements as send). `send` may be
+  /// this rank's own part of `receive`.
+  virtual Work all_gather(const ExecutionSpace& exec, std::span<const Transfer> transfers) = 0;
+
+  /// receive = element-wise combination over all ranks of part rank() of their sends (size() times as many elements as
+  /// receive). Combined in rank order, in f64 for f64, else f32 for floats: the result does not depend on timing or on
+  /// message size. There is no averaging: divide afterwards.
+  virtual Work reduce_scatter(const ExecutionSpace& exec, std::span<const Transfer> transfers, ReduceOp op) = 0;
+
+  /// In place, every rank the same bits. May complete its first half before it returns.
+  virtual Work all_reduce(const ExecutionSpace& exec, const Tensor& buffer, ReduceOp op) = 0;
+
+  /// Every rank receives root's bytes.
+  virtual Work broadcast(const ExecutionSpace& exec, const Tensor& buffer, std::int64_t root) = 0;
+
+  /// Part i of send goes to rank i; part i of receive comes from rank i. Equal parts, equal lengths, no overlap.
+  virtual Work all_to_all(const ExecutionSpace& exec, std::span<const Transfer> transfers) = 0;
+
+  /// Returns when every rank has called it.
+  virtual void barrier() = 0;
+
+  /// Ranks of one color form a new communicator, ordered by key, then rank.
+  virtual std::unique_ptr<Communicator> split(std::int64_t color, std::int64_t key, std::string name) = 0;
+
+  /// Collective end: completes what is pending and frees the communicator. Further calls but rank(), size() and name()
+  /// throw CommError. A destructor without it leaves the communicator to MPI_Finalize, and says so through the log sink.
+  virtual void close() = 0;
+};
+
+/// How a communicator behaves where there is a choice.
+struct CommunicatorOptions {
+  /// With one rank, collectives are copies that do not enter MPI. Off, they take the same path as any other size.
+  bool size_one_shortcut = true;
+};
+
+/// A communicator over a duplicate of `comm`, whose error handler the duplicate does not inherit. Collective over
+/// `comm`. MPI_COMM_NULL makes a communicator of one rank that works without MPI. Device memory is staged through the
+/// host. Throws CommError.
+std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm, std::string name, CommunicatorOptions options = {});
+
+}  // namespace fsdp2

@@ -1,0 +1,360 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <utility>
+
+#include "comm/check_mpi.hpp"
+#include "fsdp2/communicator.hpp"
+#include "fsdp2/error.hpp"
+#include "fsdp2/log.hpp"
+#include "kernels.hpp"
+#include "kokkos_compat.hpp"
+
+namespace fsdp2 {
+
+namespace {
+
+constexpr std::int64_t max_call_bytes = std::int64_t{1} << 30;
+
+/// `bytes` bytes as an MPI (count, type): more than an int can count become one derived type.
+class ByteType {
+ public:
+  ByteType(std::int64_t bytes, std::string_view group) {
+    if (bytes <= std::numeric_limits<int>::max()) {
+      count_ = static_cast<int>(bytes);
+      return;
+    }
+    const int whole = static_cast<int>(bytes / max_call_bytes);
+    const int lengths[] = {whole, static_cast<int>(bytes % max_call_bytes)};
+    const MPI_Aint starts[] = {0, static_cast<MPI_Aint>(whole) * max_call_bytes};
+    MPI_Datatype gibibyte = MPI_DATATYPE_NULL;
+    check_mpi(MPI_Type_contiguous(static_cast<int>(max_call_bytes), MPI_BYTE, &gibibyte), "MPI_Type_contiguous", group);
+    const MPI_Datatype types[] = {gibibyte, MPI_BYTE};
+    const int code = MPI_Type_create_struct(2, lengths, starts, types, &type_);
+    check_mpi(MPI_Type_free(&gibibyte), "MPI_Type_free", group);
+    check_mpi(code, "MPI_Type_create_struct", group);
+    is_derived_ = true;
+    check_mpi(MPI_Type_commit(&type_), "MPI_Type_commit", group);
+  }
+  ByteType(const ByteType&) = delete;
+  ByteType& operator=(const ByteType&) = delete;
+  ~ByteType() {
+    if (is_derived_) MPI_Type_free(&type_);  // local; a failure can only be a leak
+  }
+
+  int count() const { return count_; }
+  MPI_Datatype type() const { return type_; }
+
+ private:
+  int count_ = 1;
+  MPI_Datatype type_ = MPI_BYTE;
+  bool is_derived_ = false;
+};
+
+/// Reusable memory for receive buffers: fresh pages cost as much as the transfer.
+class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
+ public:
+  /// Memory that returns to the pool when the last copy of the tensor is gone.
+  Tensor take(DType dtype, std::int64_t count) {
+    const std::int64_t bytes = checked_multiply(count, size_of(dtype));
+    auto best = free_.end();
+    for (auto it = free_.begin(); it != free_.end(); ++it)
+      if (it->bytes() >= bytes && (best == free_.end() || it->bytes() < best->bytes())) best = it;
+    Tensor memory;
+    if (best != free_.end()) {
+      memory = std::move(*best);
+      free_.erase(best);
+    } else {
+      memory = Tensor::uninitialized(DType::u8, {bytes}, "fsdp2::communicator_scratch");
+    }
+    const auto whole = Kokkos::subview(memory.buffer(), std::pair(std::size_t{0}, static_cast<std::size_t>(bytes)));
+    std::shared_ptr<const void> lease(memory.data(), [pool = weak_from_this(), memory](const void*) {
+      if (const auto alive = pool.lock()) alive->free_.push_back(memory);
+    });
+    return Tensor::over(whole, dtype, {count}, std::move(lease));
+  }
+
+ private:
+  std::vector<Tensor> free_;
+};
+
+/// A tensor's bytes where MPI can reach them: the tensor itself, or a host copy of device memory.
+class HostAccess {
+ public:
+  explicit HostAccess(Tensor tensor) : tensor_(std::move(tensor)) {
+    if constexpr (!compat::host_accessible<MemorySpace>)
+      staging_ = HostTensor::uninitialized(DType::u8, {tensor_.bytes()}, "fsdp2::mpi_staging");
+  }
+
+  std::byte* data() const {
+    if constexpr (compat::host_accessible<MemorySpace>)
+      return tensor_.data();
+    else
+      return staging_.data();
+  }
+  void fetch(const ExecutionSpace& exec) const {
+    if constexpr (!compat::host_accessible<MemorySpace>) kernels::copy_to_host(exec, staging_.data(), tensor_);
+  }
+  void store(const ExecutionSpace& exec) const {
+    if constexpr (!compat::host_accessible<MemorySpace>) kernels::copy_from_host(exec, tensor_, staging_.data());
+  }
+
+ private:
+  Tensor tensor_;
+  HostTensor staging_;
+};
+
+class MpiWork : public detail::PendingWork {
+ public:
+  MpiWork(ExecutionSpace exec, std::string group) : exec_(std::move(exec)), group_(std::move(group)) {}
+  ~MpiWork() override = default;
+
+  MPI_Request& add_request() { return requests_.emplace_back(MPI_REQUEST_NULL); }
+  /// The memory of a tensor for the time of the operation.
+  std::byte* source(const Tensor& tensor) {
+    const HostAccess& access = buffers_.emplace_back(tensor);
+    access.fetch(exec_);
+    return access.data();
+  }
+  /// The same, written back when the operation is complete.
+  std::byte* target(const Tensor& tensor) {
+    const HostAccess& access = buffers_.emplace_back(tensor);
+    at_end([access](const ExecutionSpace& exec) { access.store(exec); });
+    return access.data();
+  }
+  void at_end(std::function<void(const ExecutionSpace&)> step) { steps_.push_back(std::move(step)); }
+
+  bool test() override {
+    int is_done = 1;
+    if (!requests_.empty())
+      check_mpi(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &is_done, MPI_STATUSES_IGNORE), "MPI_Testall",
+                group_);
+    return is_done != 0;
+  }
+  void wait() override {
+    if (!requests_.empty())
+      check_mpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE), "MPI_Waitall", group_);
+    requests_.clear();
+    for (const auto& step : steps_) step(exec_);
+    steps_.clear();
+    buffers_.clear();
+  }
+
+ private:
+  ExecutionSpace exec_;
+  std::string group_;
+  std::vector<MPI_Request> requests_;
+  std::vector<HostAccess> buffers_;
+  std::vector<std::function<void(const ExecutionSpace&)>> steps_;
+};
+
+class MpiCommunicator : public Communicator {
+ public:
+  /// Takes over `comm`, already a duplicate.
+  MpiCommunicator(MPI_Comm comm, std::string name, CommunicatorOptions options)
+      : comm_(comm), name_(std::move(name)), options_(options) {
+    if (comm_ == MPI_COMM_NULL) return;
+    check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", name_);
+    check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size", name_);
+  }
+
+  ~MpiCommunicator() override {
+    if (comm_ != MPI_COMM_NULL)
+      log(LogLevel::warning, fmt::format("communicator \"{}\" was not closed: MPI_Finalize will free it", name_));
+  }
+
+  std::int64_t rank() const override { return rank_; }
+  std::int64_t size() const override { return size_; }
+  const std::string& name() const override { return name_; }
+
+  Work all_gather(const ExecutionSpace& exec, std::span<const Transfer> transfers) override {
+    check_lengths(transfers, "all_gather", 1, size_);
+    if (is_copy()) return copy(exec, transfers);
+    std::unique_ptr<MpiWork> work = start(exec);
+    for (const Transfer& transfer : transfers) {
+      const std::int64_t bytes = transfer.send.bytes();
+      if (bytes == 0) continue;
+      const ByteType type(bytes, name_);
+      const bool in_place = transfer.send.data() == transfer.receive.data() + rank_ * bytes;
+      std::byte* receive = work->target(transfer.receive);
+      const void* send = MPI_IN_PLACE;
+      if (in_place)
+        place_contribution(exec, receive + rank_ * bytes, transfer.send);
+      else
+        send = work->source(transfer.send);
+      check_mpi(MPI_Iallgather(send, type.count(), type.type(), receive, type.count(), type.type(), comm_,
+                               &work->add_request()),
+                "MPI_Iallgather", name_);
+    }
+    return finish(std::move(work));
+  }
+
+  Work reduce_scatter(const ExecutionSpace& exec, std::span<const Transfer> transfers, ReduceOp op) override {
+    check_lengths(transfers, "reduce_scatter", size_, 1);
+    for (const Transfer& transfer : transfers) check_op(transfer.send.dtype(), op);
+    if (is_copy()) return copy(exec, transfers);
+    std::unique_ptr<MpiWork> work = start(exec);
+    for (const Transfer& transfer : transfers) {
+      if (transfer.receive.bytes() == 0) continue;
+      const Tensor parts = scratch_->take(transfer.send.dtype(), transfer.send.numel());
+      exchange(*work, transfer.send, parts, transfer.receive.bytes());
+      work->at_end([receive = transfer.receive, parts, op](const ExecutionSpace& space) {
+        kernels::reduce_parts(space, receive, parts, op);
+      });
+    }
+    return finish(std::move(work));
+  }
+
+  Work all_reduce(const ExecutionSpace& exec, const Tensor& buffer, ReduceOp op) override {
+    require_open();
+    check_op(buffer.dtype(), op);
+    if (is_copy() || buffer.numel() == 0) return {};
+    const std::int64_t share = chunk_size(buffer.numel(), size_);
+    const Tensor padded = scratch_->take(buffer.dtype(), share * size_);
+    const Tensor used = padded.slice(0, {buffer.numel()});
+    const Tensor mine = padded.slice(rank_ * share, {share});
+    kernels::zero(exec, padded.buffer());
+    kernels::copy(exec, used, buffer);
+    const Transfer sum{padded, mine};
+    reduce_scatter(exec, {&sum, 1}, op).wait();
+    std::unique_ptr<MpiWork> work = start(exec);
+    const ByteType type(mine.bytes(), name_);
+    std::byte* receive = work->target(padded);
+    place_contribution(exec, receive + rank_ * mine.bytes(), mine);
+    check_mpi(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_BYTE, receive, type.count(), type.type(), comm_, &work->add_request()),
+              "MPI_Iallgather", name_);
+    work->at_end([buffer, used](const ExecutionSpace& space) { kernels::copy(space, buffer, used); });
+    return finish(std::move(work));
+  }
+
+  Work broadcast(const ExecutionSpace& exec, const Tensor& buffer, std::int64_t root) override {
+    require_open();
+    if (root < 0 || root >= size_)
+      throw CommError(fmt::format("broadcast on group \"{}\": root {} is not one of its {} ranks", name_, root, size_));
+    if (is_copy()) return {};
+    std::unique_ptr<MpiWork> work = start(exec);
+    std::byte* data = rank_ == root ? work->source(buffer) : work->target(buffer);
+    for (std::int64_t begin = 0; begin < buffer.bytes(); begin += max_call_bytes) {
+      const auto count = static_cast<int>(std::min(max_call_bytes, buffer.bytes() - begin));
+      check_mpi(MPI_Ibcast(data + begin, count, MPI_BYTE, static_cast<int>(root), comm_, &work->add_request()), "MPI_Ibcast",
+                name_);
+    }
+    return finish(std::move(work));
+  }
+
+  Work all_to_all(const ExecutionSpace& exec, std::span<const Transfer> transfers) override {
+    check_lengths(transfers, "all_to_all", 1, 1);
+    for (const Transfer& transfer : transfers)
+      if (transfer.send.numel() % size_ != 0)
+        throw ShapeError(fmt::format("all_to_all on group \"{}\": {} elements are not {} equal parts", name_,
+                                     transfer.send.numel(), size_));
+    if (is_copy()) return copy(exec, transfers);
+    std::unique_ptr<MpiWork> work = start(exec);
+    for (const Transfer& transfer : transfers)
+      if (transfer.send.bytes() != 0) exchange(*work, transfer.send, transfer.receive, transfer.send.bytes() / size_);
+    return finish(std::move(work));
+  }
+
+  void barrier() override {
+    require_open();
+    if (!is_copy()) check_mpi(MPI_Barrier(comm_), "MPI_Barrier", name_);
+  }
+
+  std::unique_ptr<Communicator> split(std::int64_t color, std::int64_t key, std::string name) override {
+    require_open();
+    if (comm_ == MPI_COMM_NULL) return std::make_unique<MpiCommunicator>(MPI_COMM_NULL, std::move(name), options_);
+    if (color < 0 || color > std::numeric_limits<int>::max() || key < std::numeric_limits<int>::min() ||
+        key > std::numeric_limits<int>::max())
+      throw CommError(fmt::format("split of group \"{}\": color {} and key {} must fit MPI's int, color not negative", name_,
+                                  color, key));
+    MPI_Comm part = MPI_COMM_NULL;
+    check_mpi(MPI_Comm_split(comm_, static_cast<int>(color), static_cast<int>(key), &part), "MPI_Comm_split", name_);
+    check_mpi(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", name);
+    return std::make_unique<MpiCommunicator>(part, std::move(name), options_);
+  }
+
+  void close() override {
+    if (is_closed_) return;
+    pending_->drain();
+    is_closed_ = true;
+    if (comm_ != MPI_COMM_NULL) check_mpi(MPI_Comm_free(&comm_), "MPI_Comm_free", name_);
+  }
+
+ private:
+  bool is_copy() const { return comm_ == MPI_COMM_NULL || (size_ == 1 && options_.size_one_shortcut); }
+
+  void require_open() const {
+    if (is_closed_) throw CommError(fmt::format("communicator \"{}\" is closed", name_));
+  }
+
+  /// Every transfer must hold send · receive_factor = receive · send_factor elements of one dtype.
+  void check_lengths(std::span<const Transfer> transfers, std::string_view verb, std::int64_t send_factor,
+                     std::int64_t receive_factor) const {
+    require_open();
+    for (const Transfer& transfer : transfers)
+      if (transfer.send.dtype() != transfer.receive.dtype() ||
+          checked_multiply(transfer.send.numel(), receive_factor) != checked_multiply(transfer.receive.numel(), send_factor))
+        throw ShapeError(fmt::format("{} on group \"{}\" of {} ranks: {} {} cannot be sent into {} {}", verb, name_, size_,
+                                     transfer.send.numel(), to_string(transfer.send.dtype()), transfer.receive.numel(),
+                                     to_string(transfer.receive.dtype())));
+  }
+
+  /// Before anything is sent, and for any number of ranks.
+  static void check_op(DType dtype, ReduceOp op) {
+    if (op != ReduceOp::sum && (dtype == DType::complex64 || dtype == DType::complex128))
+      throw ShapeError(fmt::format("{} has no minimum or maximum: only a sum", to_string(dtype)));
+  }
+
+  Work copy(const ExecutionSpace& exec, std::span<const Transfer> transfers) const {
+    for (const Transfer& transfer : transfers) kernels::copy(exec, transfer.receive, transfer.send);
+    return {};
+  }
+
+  std::unique_ptr<MpiWork> start(const ExecutionSpace& exec) {
+    require_open();
+    pending_->poll();
+    if constexpr (compat::host_accessible<MemorySpace>) compat::fence(exec, "fsdp2::mpi_collective");
+    return std::make_unique<MpiWork>(exec, name_);
+  }
+
+  Work finish(std::shared_ptr<MpiWork> work) {
+    pending_->add(work);
+    return {std::move(work), pending_};
+  }
+
+  /// Puts an in-place contribution where MPI expects it: already there, unless the memory is staged.
+  static void place_contribution([[maybe_unused]] const ExecutionSpace& exec, [[maybe_unused]] std::byte* target,
+                           [[maybe_unused]] const Tensor& part) {
+    if constexpr (!compat::host_accessible<MemorySpace>) kernels::copy_to_host(exec, target, part);
+  }
+
+  void exchange(MpiWork& work, const Tensor& send, const Tensor& receive, std::int64_t part_bytes) {
+    const ByteType type(part_bytes, name_);
+    const std::byte* from = work.source(send);
+    std::byte* to = work.target(receive);
+    check_mpi(MPI_Ialltoall(from, type.count(), type.type(), to, type.count(), type.type(), comm_, &work.add_request()),
+              "MPI_Ialltoall", name_);
+  }
+
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  std::string name_;
+  CommunicatorOptions options_;
+  int rank_ = 0;
+  int size_ = 1;
+  bool is_closed_ = false;
+  std::shared_ptr<detail::PendingList> pending_ = std::make_shared<detail::PendingList>();
+  std::shared_ptr<ScratchPool> scratch_ = std::make_shared<ScratchPool>();
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm, std::string name, CommunicatorOptions options) {
+  if (comm != MPI_COMM_NULL) comm = duplicate(comm, name);
+  return std::make_unique<MpiCommunicator>(comm, std::move(name), options);
+}
+
+}  // namespace fsdp2

@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Every Kokkos kernel of the library. All are queued on `exec` and return at once, unless they say otherwise.
+
+#include <Kokkos_Core.hpp>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "fsdp2/initializer.hpp"
+#include "fsdp2/placement.hpp"
+#include "fsdp2/tensor.hpp"
+
+namespace fsdp2::kernels {
+
+/// Writes zero bytes.
+template <class Space>
+void zero(const ExecutionSpace& exec, const Kokkos::View<std::byte*, Space>& bytes);
+
+/// target = source, bytewise. Throws ShapeError for other lengths.
+void copy(const ExecutionSpace& exec, const Tensor& target, const Tensor& source);
+
+/// Between a tensor and host memory of its length; returns when the bytes are there.
+void copy_to_host(const ExecutionSpace& exec, std::byte* target, const Tensor& source);
+void copy_from_host(const ExecutionSpace& exec, const Tensor& target, const std::byte* source);
+
+/// Copies the elements of `box` out of a row-major tensor `source` into the dense `target` of the box's extents.
+void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box);
+
+/// result[i] = parts[0·n+i] op parts[1·n+i] op …, in that order, for the n elements of result; the accumulator is f64
+/// for f64, f32 for the smaller floats, the type itself for integers. For bool, sum and max are "or", min is "and".
+/// Throws ShapeError for min or max of complex numbers, and unless `parts` holds a multiple of n elements.
+void reduce_parts(const ExecutionSpace& exec, const Tensor& result, const Tensor& parts, ReduceOp op);
+
+/// target[target .. target+count) = source[source .. source+count), in elements.
+struct Segment {
+  std::int64_t source = 0;
+  std::int64_t target = 0;
+  std::int64_t count = 0;
+};
+/// The segments where kernels can read them, cut into pieces of similar work. Returns when they are there.
+Tensor make_segments(const ExecutionSpace& exec, const std::vector<Segment>& segments);
+/// Copies between f32 tensors; segments must not overlap in the target.
+void copy_segments(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Tensor& segments);
+/// Writes zeros to the target ranges.
+void zero_segments(const ExecutionSpace& exec, const Tensor& target, const Tensor& segments);
+
+/// gradient = sum / divisor, or gradient += sum / divisor. f32, equal lengths. A division, so that it rounds once.
+void accumulate(const ExecutionSpace& exec, const Tensor& gradient, const Tensor& sum, double divisor, bool add);
+
+/// Elements first, first+1, … of the parameter whose name hashes to `key`. f32. `initializer` is not kaiming.
+void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, std::int64_t first,
+                std::uint64_t key);
+
+/// ++step, an i64 scalar.
+void increment(const ExecutionSpace& exec, const Tensor& step);
+/// scalars = {lr / (1 − beta1^step), √(1 − beta2^step)}, computed in f64.
+void adamw_scalars(const ExecutionSpace& exec, const Tensor& scalars, const Tensor& step, double lr, double beta1,
+                   double beta2);
+/// The updates of optimizer.hpp, on f32 tensors of equal length. Zeros in all of them stay zeros.
+void adamw(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients, const Tensor& exp_avg,
+           const Tensor& exp_avg_sq, const Tensor& scalars, double decay, double beta1, double beta2, double eps);
+void sgd(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients, double lr, double weight_decay);
+void sgd_momentum(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
+                  const Tensor& momentum_buffer, double lr, double momentum, double weight_decay);
+
+}  // namespace fsdp2::kernels
