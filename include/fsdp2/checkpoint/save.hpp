@@ -1,0 +1,32 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "fsdp2/checkpoint/layout.hpp"
+#include "fsdp2/state_dict.hpp"
+
+namespace fsdp2 {
+
+struct SaveOptions {
+  /// Recorded in the checkpoint; by default the dict's "optim.step", else 0.
+  std::optional<std::int64_t> step = {};
+  /// The user's own JSON text, or empty.
+  std::string metadata = {};
+  FormatSizes sizes = {};
+};
+
+/// Writes a sharded state dict as a checkpoint directory `target`, which must not exist; its parents are made. Collective
+/// over all ranks of the dict's meshes, with the same keys, specs and options. Every rank plans and writes its part alone:
+/// no communication until all bytes are on stable storage, then one agreement on status and digests, and one on publication.
+/// Waits for all device work first; the tensors may be written again when it returns. Either `target` is a complete, durable
+/// checkpoint afterwards, or every rank throws the same error and there is nothing of that name: ConfigError for what cannot
+/// be saved (no tensors, a Partial placement, an empty name), MismatchError where ranks disagree, IoError where the file
+/// system fails.
+void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options = {});
+
+}  // namespace fsdp2

@@ -1,0 +1,412 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#include "checkpoint/hdf5.hpp"
+
+#include <fmt/format.h>
+#include <hdf5.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+
+#include "checkpoint/file.hpp"
+#include "fsdp2/error.hpp"
+
+namespace fsdp2::checkpoint {
+
+namespace {
+
+template <herr_t (*close)(hid_t)>
+struct IdTraits {
+  using Type = hid_t;
+  static constexpr hid_t invalid() { return -1; }
+  static void release(hid_t id) { (void)close(id); }
+};
+using FileId = UniqueHandle<IdTraits<H5Fclose>>;
+using GroupId = UniqueHandle<IdTraits<H5Gclose>>;
+using DatasetId = UniqueHandle<IdTraits<H5Dclose>>;
+using SpaceId = UniqueHandle<IdTraits<H5Sclose>>;
+using TypeId = UniqueHandle<IdTraits<H5Tclose>>;
+using PropertyId = UniqueHandle<IdTraits<H5Pclose>>;
+using AttributeId = UniqueHandle<IdTraits<H5Aclose>>;
+
+/// HDF5 prints errors through a handler that belongs to the user: it is silent while we work and restored afterwards.
+class QuietErrors {
+ public:
+  QuietErrors() {
+    is_saved_ = H5Eget_auto2(H5E_DEFAULT, &handler_, &data_) >= 0;
+    if (is_saved_) H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  }
+  QuietErrors(const QuietErrors&) = delete;
+  QuietErrors& operator=(const QuietErrors&) = delete;
+  ~QuietErrors() {
+    if (is_saved_) H5Eset_auto2(H5E_DEFAULT, handler_, data_);
+  }
+
+ private:
+  H5E_auto2_t handler_ = nullptr;
+  void* data_ = nullptr;
+  bool is_saved_ = false;
+};
+
+/// The innermost description on HDF5's error stack.
+std::string last_error() {
+  std::string text;
+  H5Ewalk2(
+      H5E_DEFAULT, H5E_WALK_UPWARD,
+      [](unsigned index, const H5E_error2_t* error, void* data) -> herr_t {
+        if (index == 0 && error->desc != nullptr) *static_cast<std::string*>(data) = error->desc;
+        return 0;
+      },
+      &text);
+  return text.empty() ? "no reason given" : text;
+}
+
+/// Passes a result of HDF5 through, or throws ErrorType where it is negative.
+template <class ErrorType, class Result>
+Result check(Result result, std::string_view call, const std::filesystem::path& path, std::string_view object = "") {
+  if (result < 0)
+    throw ErrorType(fmt::format("{} on {}{}{} failed: {}", call, path.string(), object.empty() ? "" : ":", object, last_error()));
+  return result;
+}
+
+TypeId small_float(std::size_t mantissa_bits, std::size_t exponent_bits, std::size_t bias) {
+  TypeId type(H5Tcopy(H5T_IEEE_F32LE));
+  const std::size_t sign = mantissa_bits + exponent_bits;
+  if (H5Tset_fields(type.get(), sign, mantissa_bits, exponent_bits, 0, mantissa_bits) < 0 || H5Tset_size(type.get(), 2) < 0 ||
+      H5Tset_ebias(type.get(), bias) < 0)
+    throw IoError("HDF5 cannot describe a 16-bit float");
+  return type;
+}
+
+TypeId complex_of(hid_t part, std::size_t part_bytes) {
+  TypeId type(H5Tcreate(H5T_COMPOUND, 2 * part_bytes));
+  if (H5Tinsert(type.get(), "r", 0, part) < 0 || H5Tinsert(type.get(), "i", part_bytes, part) < 0)
+    throw IoError("HDF5 cannot describe a complex number");
+  return type;
+}
+
+TypeId boolean() {
+  TypeId type(H5Tenum_create(H5T_STD_I8LE));
+  const std::int8_t values[] = {0, 1};
+  if (H5Tenum_insert(type.get(), "FALSE", &values[0]) < 0 || H5Tenum_insert(type.get(), "TRUE", &values[1]) < 0)
+    throw IoError("HDF5 cannot describe a bool");
+  return type;
+}
+
+/// The type in the file: FORMAT.md §2.
+TypeId stored_type(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return TypeId(H5Tcopy(H5T_IEEE_F64LE));
+    case DType::f32:
+      return TypeId(H5Tcopy(H5T_IEEE_F32LE));
+    case DType::f16:
+      return small_float(10, 5, 15);
+    case DType::bf16:
+      return small_float(7, 8, 127);
+    case DType::f8_e4m3:
+    case DType::f8_e5m2:
+    case DType::u8:
+      return TypeId(H5Tcopy(H5T_STD_U8LE));
+    case DType::i64:
+      return TypeId(H5Tcopy(H5T_STD_I64LE));
+    case DType::i32:
+      return TypeId(H5Tcopy(H5T_STD_I32LE));
+    case DType::i16:
+      return TypeId(H5Tcopy(H5T_STD_I16LE));
+    case DType::i8:
+      return TypeId(H5Tcopy(H5T_STD_I8LE));
+    case DType::u64:
+      return TypeId(H5Tcopy(H5T_STD_U64LE));
+    case DType::u32:
+      return TypeId(H5Tcopy(H5T_STD_U32LE));
+    case DType::u16:
+      return TypeId(H5Tcopy(H5T_STD_U16LE));
+    case DType::boolean:
+      return boolean();
+    case DType::complex64:
+      return complex_of(H5T_IEEE_F32LE, 4);
+    case DType::complex128:
+      return complex_of(H5T_IEEE_F64LE, 8);
+  }
+  throw IoError("unknown dtype");
+}
+
+std::vector<hsize_t> to_hsize(const Shape& shape) {
+  return {shape.begin(), shape.end()};
+}
+
+SpaceId simple_space(const Shape& shape) {
+  const std::vector<hsize_t> dims = to_hsize(shape);
+  return SpaceId(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
+}
+
+/// A scratch file in shared memory that is gone when this object is: HDF5 must write its structure somewhere, and cannot
+/// into a descriptor without a name.
+class ScratchFile {
+ public:
+  ScratchFile() {
+    std::error_code ignored;
+    const std::filesystem::path shared_memory = "/dev/shm";
+    const std::filesystem::path folder = std::filesystem::is_directory(shared_memory, ignored)
+                                             ? shared_memory
+                                             : std::filesystem::temp_directory_path();
+    std::string name = (folder / "fsdp2-skeleton-XXXXXX").string();
+    const UniqueHandle<DescriptorTraits> descriptor(::mkstemp(name.data()));
+    if (!descriptor.is_valid())
+      throw IoError(fmt::format("making a scratch file {} failed: {} (errno {})", name, std::strerror(errno), errno));
+    path_ = name;
+  }
+  ScratchFile(const ScratchFile&) = delete;
+  ScratchFile& operator=(const ScratchFile&) = delete;
+  ~ScratchFile() {
+    if (!path_.empty()) ::unlink(path_.c_str());
+  }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+PropertyId link_creation() {
+  PropertyId properties(H5Pcreate(H5P_LINK_CREATE));
+  check<IoError>(H5Pset_create_intermediate_group(properties.get(), 1), "H5Pset_create_intermediate_group", "");
+  return properties;
+}
+
+void write_attribute(hid_t file, const std::filesystem::path& path, const std::string& name, hid_t type, const void* value) {
+  const SpaceId space(check<IoError>(H5Screate(H5S_SCALAR), "H5Screate", path));
+  const AttributeId attribute(
+      check<IoError>(H5Acreate2(file, name.c_str(), type, space.get(), H5P_DEFAULT, H5P_DEFAULT), "H5Acreate2", path, name));
+  check<IoError>(H5Awrite(attribute.get(), type, value), "H5Awrite", path, name);
+}
+
+void write_attributes(hid_t file, const std::filesystem::path& path, const RootAttributes& attributes) {
+  for (const auto& [name, value] : attributes.numbers) write_attribute(file, path, name, H5T_STD_I64LE, &value);
+  for (const auto& [name, value] : attributes.texts) {
+    const TypeId type(check<IoError>(H5Tcopy(H5T_C_S1), "H5Tcopy", path));
+    check<IoError>(H5Tset_size(type.get(), std::max<std::size_t>(value.size(), 1)), "H5Tset_size", path);
+    check<IoError>(H5Tset_strpad(type.get(), H5T_STR_NULLPAD), "H5Tset_strpad", path);
+    write_attribute(file, path, name, type.get(), value.empty() ? "" : value.data());
+  }
+}
+
+void create_view(hid_t file, const std::filesystem::path& path, hid_t links, const NamedView& view, const DatasetPlace& source) {
+  const PropertyId creation(check<IoError>(H5Pcreate(H5P_DATASET_CREATE), "H5Pcreate", path));
+  const Shape shape = view.shape.empty() ? Shape{1} : view.shape;  // HDF5 has no virtual scalars
+  const SpaceId space = simple_space(shape);
+  const SpaceId arena = simple_space(source.shape);
+  const auto start = static_cast<hsize_t>(view.start);
+  const auto count = static_cast<hsize_t>(numel(shape));
+  check<IoError>(H5Sselect_hyperslab(arena.get(), H5S_SELECT_SET, &start, nullptr, &count, nullptr), "H5Sselect_hyperslab", path,
+                 view.path);
+  check<IoError>(H5Pset_virtual(creation.get(), space.get(), ".", view.source.c_str(), arena.get()), "H5Pset_virtual", path,
+                 view.path);
+  const TypeId type = stored_type(view.type);
+  const DatasetId dataset(check<IoError>(
+      H5Dcreate2(file, view.path.c_str(), type.get(), space.get(), links, creation.get(), H5P_DEFAULT), "H5Dcreate2", path,
+      view.path));
+}
+
+constexpr std::size_t superblock_bytes = 48;
+
+/// Bob Jenkins' lookup3 (hashlittle, public domain): the checksum of HDF5's metadata, with initial value 0.
+std::uint32_t lookup3(std::span<const std::byte> bytes) {
+  const auto rotate = [](std::uint32_t x, int k) { return (x << k) | (x >> (32 - k)); };
+  const auto word = [&](std::size_t at) {
+    std::uint32_t value = 0;
+    for (std::size_t i = 0; i < 4 && at + i < bytes.size(); ++i)
+      value |= static_cast<std::uint32_t>(bytes[at + i]) << (8 * i);
+    return value;
+  };
+  std::uint32_t a = 0xdeadbeefu + static_cast<std::uint32_t>(bytes.size());
+  std::uint32_t b = a;
+  std::uint32_t c = a;
+  std::size_t at = 0;
+  for (; bytes.size() - at > 12; at += 12) {
+    a += word(at);
+    b += word(at + 4);
+    c += word(at + 8);
+    a -= c, a ^= rotate(c, 4), c += b;
+    b -= a, b ^= rotate(a, 6), a += c;
+    c -= b, c ^= rotate(b, 8), b += a;
+    a -= c, a ^= rotate(c, 16), c += b;
+    b -= a, b ^= rotate(a, 19), a += c;
+    c -= b, c ^= rotate(b, 4), b += a;
+  }
+  a += word(at);
+  b += word(at + 4);
+  c += word(at + 8);
+  c ^= b, c -= rotate(b, 14);
+  a ^= c, a -= rotate(c, 11);
+  b ^= a, b -= rotate(a, 25);
+  c ^= b, c -= rotate(b, 16);
+  a ^= c, a -= rotate(c, 4);
+  b ^= a, b -= rotate(a, 14);
+  c ^= b, c -= rotate(b, 24);
+  return c;
+}
+
+std::uint64_t little_endian(std::span<const std::byte> bytes) {
+  std::uint64_t value = 0;
+  for (std::size_t i = bytes.size(); i-- > 0;) value = (value << 8) | static_cast<std::uint64_t>(bytes[i]);
+  return value;
+}
+
+/// HDF5 file format specification, "superblock version 2 and 3". Returns the size of the file.
+std::int64_t check_superblock(const std::filesystem::path& path) {
+  const File file = File::open(path);
+  const std::int64_t size = file.size();
+  const auto refuse = [&](std::string_view why) { throw CorruptError(fmt::format("{} {}", path.string(), why)); };
+  if (size < static_cast<std::int64_t>(superblock_bytes)) refuse("is too short to be an HDF5 file");
+  std::array<std::byte, superblock_bytes> block{};
+  file.read(block, 0);
+  constexpr unsigned char signature[] = {0x89, 'H', 'D', 'F', '\r', '\n', 0x1a, '\n'};
+  if (std::memcmp(block.data(), signature, sizeof signature) != 0) refuse("is not an HDF5 file: its signature is missing");
+  const std::span<const std::byte> bytes(block);
+  if (bytes[8] != std::byte{3} || bytes[9] != std::byte{8} || bytes[10] != std::byte{8})
+    refuse("has an HDF5 superblock of another version than 3: it was not written by fsdp2");
+  if (little_endian(bytes.subspan(44, 4)) != lookup3(bytes.first(44))) refuse("has a damaged HDF5 superblock: its checksum is wrong");
+  if (little_endian(bytes.subspan(12, 8)) != 0) refuse("has an HDF5 base address other than 0");
+  const std::uint64_t end = little_endian(bytes.subspan(28, 8));
+  if (end != static_cast<std::uint64_t>(size))
+    refuse(fmt::format("has {} bytes, but its superblock says {}: it is truncated or extended", size, end));
+  return size;
+}
+
+}  // namespace
+
+void Hdf5FileTraits::release(std::int64_t id) {
+  (void)H5Fclose(id);
+}
+
+Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, const std::vector<NamedView>& views,
+                        const RootAttributes& attributes) {
+  const QuietErrors quiet;
+  const ScratchFile scratch;
+  const std::filesystem::path& path = scratch.path();
+  const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));
+  check<IoError>(H5Pset_fapl_sec2(access.get()), "H5Pset_fapl_sec2", path);
+  check<IoError>(H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110), "H5Pset_libver_bounds", path);
+  constexpr hsize_t page = 4096;
+  check<IoError>(H5Pset_alignment(access.get(), page, page), "H5Pset_alignment", path);
+  const PropertyId file_creation(check<IoError>(H5Pcreate(H5P_FILE_CREATE), "H5Pcreate", path));
+  check<IoError>(H5Pset_obj_track_times(file_creation.get(), false), "H5Pset_obj_track_times", path);
+  const PropertyId group_creation(check<IoError>(H5Pcreate(H5P_GROUP_CREATE), "H5Pcreate", path));
+  check<IoError>(H5Pset_obj_track_times(group_creation.get(), false), "H5Pset_obj_track_times", path);
+  const PropertyId creation(check<IoError>(H5Pcreate(H5P_DATASET_CREATE), "H5Pcreate", path));
+  check<IoError>(H5Pset_obj_track_times(creation.get(), false), "H5Pset_obj_track_times", path);
+  check<IoError>(H5Pset_layout(creation.get(), H5D_CONTIGUOUS), "H5Pset_layout", path);
+  check<IoError>(H5Pset_alloc_time(creation.get(), H5D_ALLOC_TIME_EARLY), "H5Pset_alloc_time", path);
+  check<IoError>(H5Pset_fill_time(creation.get(), H5D_FILL_TIME_NEVER), "H5Pset_fill_time", path);
+  const PropertyId links = link_creation();
+
+  Skeleton skeleton;
+  {
+    FileId file(check<IoError>(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, file_creation.get(), access.get()), "H5Fcreate", path));
+    write_attributes(file.get(), path, attributes);
+    for (const auto& [name, spec] : datasets) {
+      const std::string group = name.substr(0, name.rfind('/'));
+      if (!group.empty() && check<IoError>(H5Lexists(file.get(), group.c_str(), H5P_DEFAULT), "H5Lexists", path, group) == 0)
+        const GroupId made(check<IoError>(H5Gcreate2(file.get(), group.c_str(), H5P_DEFAULT, group_creation.get(), H5P_DEFAULT),
+                                          "H5Gcreate2", path, group));
+      const TypeId type = stored_type(spec.type);
+      const SpaceId space = simple_space(spec.shape);
+      const DatasetId dataset(check<IoError>(
+          H5Dcreate2(file.get(), name.c_str(), type.get(), space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT), "H5Dcreate2",
+          path, name));
+      DatasetPlace place{spec.shape, 0, checked_multiply(numel(spec.shape), size_of(spec.type))};
+      if (place.bytes != 0) {
+        const haddr_t offset = H5Dget_offset(dataset.get());
+        if (offset == HADDR_UNDEF) throw IoError(fmt::format("HDF5 gave {} no place in the file: {}", name, last_error()));
+        place.offset = static_cast<std::int64_t>(offset);
+      }
+      skeleton.places.emplace(name, std::move(place));
+    }
+    for (const NamedView& view : views) create_view(file.get(), path, links.get(), view, skeleton.places.at(view.source));
+    check<IoError>(H5Fclose(file.detach()), "H5Fclose", path);
+  }
+
+  const File file = File::open(path);
+  skeleton.file_size = file.size();
+  std::vector<std::pair<std::int64_t, std::int64_t>> occupied;
+  for (const auto& [name, place] : skeleton.places)
+    if (place.bytes != 0) occupied.emplace_back(place.offset, place.offset + place.bytes);
+  occupied.emplace_back(skeleton.file_size, skeleton.file_size);
+  std::sort(occupied.begin(), occupied.end());
+  std::int64_t at = 0;
+  for (const auto& [begin, end] : occupied) {
+    if (begin > at) {
+      std::vector<std::byte> bytes(static_cast<std::size_t>(begin - at));
+      file.read(bytes, at);
+      skeleton.metadata.emplace_back(at, std::move(bytes));
+    }
+    at = end;
+  }
+  return skeleton;
+}
+
+Hdf5Structure::Hdf5Structure(const std::filesystem::path& path) : path_(path), file_size_(check_superblock(path)) {
+  const QuietErrors quiet;
+  const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));
+  check<IoError>(H5Pset_fapl_sec2(access.get()), "H5Pset_fapl_sec2", path);
+  file_ = UniqueHandle<Hdf5FileTraits>(check<CorruptError>(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), "H5Fopen", path));
+}
+
+std::optional<DatasetPlace> Hdf5Structure::find(const std::string& dataset, DType type, std::size_t dimensions) const {
+  const QuietErrors quiet;
+  const auto refuse = [&](std::string_view why) { throw CorruptError(fmt::format("{}:{} {}", path_.string(), dataset, why)); };
+  for (std::size_t end = dataset.find('/', 1); true; end = dataset.find('/', end + 1)) {
+    const std::string part = dataset.substr(0, end);
+    if (check<CorruptError>(H5Lexists(file_.get(), part.c_str(), H5P_DEFAULT), "H5Lexists", path_, part) == 0) return std::nullopt;
+    H5L_info_t link{};
+    check<CorruptError>(H5Lget_info(file_.get(), part.c_str(), &link, H5P_DEFAULT), "H5Lget_info", path_, part);
+    if (link.type != H5L_TYPE_HARD) refuse("is reached by a soft or external link: fsdp2 writes hard links only");
+    if (end == std::string::npos) break;
+  }
+  const DatasetId id(check<CorruptError>(H5Dopen2(file_.get(), dataset.c_str(), H5P_DEFAULT), "H5Dopen2", path_, dataset));
+  const PropertyId creation(check<CorruptError>(H5Dget_create_plist(id.get()), "H5Dget_create_plist", path_, dataset));
+  if (H5Pget_layout(creation.get()) != H5D_CONTIGUOUS) refuse("is not contiguous");
+  if (H5Pget_external_count(creation.get()) != 0) refuse("has external storage");
+  if (H5Pget_nfilters(creation.get()) != 0) refuse("has filters");
+  const TypeId found(check<CorruptError>(H5Dget_type(id.get()), "H5Dget_type", path_, dataset));
+  const TypeId expected = stored_type(type);
+  if (check<CorruptError>(H5Tequal(found.get(), expected.get()), "H5Tequal", path_, dataset) == 0)
+    refuse(fmt::format("has another type than {}", to_string(type)));
+  const SpaceId space(check<CorruptError>(H5Dget_space(id.get()), "H5Dget_space", path_, dataset));
+  const int rank = check<CorruptError>(H5Sget_simple_extent_ndims(space.get()), "H5Sget_simple_extent_ndims", path_, dataset);
+  if (rank < 0 || static_cast<std::size_t>(rank) != dimensions || H5Sget_simple_extent_type(space.get()) != H5S_SIMPLE)
+    refuse(fmt::format("has {} dimensions: expected {}", rank, dimensions));
+  std::vector<hsize_t> dims(dimensions);
+  check<CorruptError>(H5Sget_simple_extent_dims(space.get(), dims.data(), nullptr), "H5Sget_simple_extent_dims", path_, dataset);
+  DatasetPlace place;
+  for (const hsize_t extent : dims) {
+    if (extent > static_cast<hsize_t>(file_size_)) refuse(fmt::format("claims {} elements, more than the file has bytes", extent));
+    place.shape.push_back(static_cast<std::int64_t>(extent));
+  }
+  std::int64_t count = 0;
+  try {
+    count = checked_multiply(numel(place.shape), size_of(type));
+  } catch (const ShapeError& error) {
+    refuse(error.what());
+  }
+  if (count == 0) return place;
+  const haddr_t offset = H5Dget_offset(id.get());
+  if (offset == HADDR_UNDEF) refuse("has no storage in the file");
+  if (count > file_size_ || offset > static_cast<haddr_t>(file_size_ - count))
+    refuse(fmt::format("claims {} bytes at {}, outside the file of {} bytes", count, offset, file_size_));
+  place.offset = static_cast<std::int64_t>(offset);
+  place.bytes = count;
+  return place;
+}
+
+DatasetPlace Hdf5Structure::require(const std::string& dataset, DType type, std::size_t dimensions) const {
+  const std::optional<DatasetPlace> place = find(dataset, type, dimensions);
+  if (!place) throw CorruptError(fmt::format("{} has no dataset {}", path_.string(), dataset));
+  return *place;
+}
+
+}  // namespace fsdp2::checkpoint

@@ -1,0 +1,84 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#include "checkpoint/publication.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <fstream>
+
+#include "checkpoint/file.hpp"
+#include "fsdp2/error.hpp"
+
+namespace fsdp2::checkpoint {
+
+namespace {
+
+/// "run/step-1/" names the same directory as "run/step-1".
+std::filesystem::path without_trailing_slash(const std::filesystem::path& path) {
+  const std::filesystem::path normal = path.lexically_normal();
+  return normal.has_filename() ? normal : normal.parent_path();
+}
+
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return id;
+}
+
+std::string job_id() {
+  for (const char* name : {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"})
+    if (const char* value = std::getenv(name)) return value;
+  return "";
+}
+
+}  // namespace
+
+Publication::Publication(const std::filesystem::path& target, const std::string& save_id)
+    : target_(without_trailing_slash(target)) {
+  const std::string leaf = target_.filename().string();
+  if (leaf.empty() || leaf.front() == '.')
+    throw ConfigError(fmt::format("checkpoint name \"{}\" is empty or begins with '.': such names are never loaded", target.string()));
+  partial_ = target_.parent_path() / fmt::format(".{}.partial-{}", leaf, save_id);
+}
+
+void Publication::prepare() const {
+  std::error_code error;
+  if (std::filesystem::exists(std::filesystem::symlink_status(target_, error)))
+    throw IoError(fmt::format("{} already exists: a checkpoint is never overwritten; choose another name or remove it",
+                              target_.string()));
+  if (const std::filesystem::path parent = target_.parent_path(); !parent.empty()) {
+    std::filesystem::create_directories(parent, error);
+    if (error || !std::filesystem::is_directory(parent))
+      throw IoError(fmt::format("making directory {} for checkpoint {} failed: {}", parent.string(), target_.string(),
+                                error ? error.message() : "it is not a directory"));
+  }
+  (void)make_directory(partial_);
+}
+
+void Publication::note_owner() const {
+  std::array<char, 256> host{};
+  if (::gethostname(host.data(), host.size() - 1) != 0) host[0] = '\0';
+  const std::string note =
+      fmt::format("host={}\nboot_id={}\npid={}\njob={}\n", host.data(), boot_id(), ::getpid(), job_id());
+  File file = File::create(partial_ / "owner");
+  file.write(std::as_bytes(std::span(note)), 0);
+  file.close();
+}
+
+void Publication::publish() const {
+  remove_file(partial_ / "owner");
+  sync_directory(partial_);
+  rename_to_new(partial_, target_);
+  sync_directory(target_.has_parent_path() ? target_.parent_path() : ".");
+}
+
+void Publication::discard() const noexcept {
+  std::error_code ignored;
+  std::filesystem::remove_all(partial_, ignored);
+}
+
+}  // namespace fsdp2::checkpoint
