@@ -20,11 +20,13 @@ struct DeviceMesh::State {
     try {
       host.collectively([&] {
         if (mine != first)
-          throw ConfigError(fmt::format("this rank makes mesh {}, but rank 0 makes mesh {}: all must make the same", mine, first));
+          throw ConfigError(
+              fmt::format("this rank makes mesh {}, but rank 0 makes mesh {}: all must make the same", mine, first));
         if (host.size() != spec.size())
-          throw ConfigError(fmt::format("mesh \"{}\" ({}) has {} ranks, but its communicator has {}: make their product the "
-                                        "number of ranks",
-                                        name, spec.to_string(), spec.size(), host.size()));
+          throw ConfigError(
+              fmt::format("mesh \"{}\" ({}) has {} ranks, but its communicator has {}: make their product the "
+                          "number of ranks",
+                          name, spec.to_string(), spec.size(), host.size()));
         coordinate = spec.coordinate_of(host.rank());
       });
     } catch (...) {

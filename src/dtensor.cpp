@@ -17,18 +17,18 @@ DTensor DTensor::from_local(Tensor local, TensorSpec spec, DeviceMesh mesh) {
   DTensor result;
   result.box_ = local_box(spec, mesh.spec(), mesh.coordinate());
   if (local.dtype() != spec.dtype || local.shape() != result.box_.extent)
-    throw ShapeError(fmt::format("rank {} of mesh {} must hold {} {} of a tensor {} {}, but the local tensor is {} {}", mesh.rank(),
-                                 mesh.spec().to_string(), to_string(spec.dtype), to_string(result.box_.extent),
-                                 to_string(spec.dtype), to_string(spec.shape), to_string(local.dtype()),
-                                 to_string(local.shape())));
+    throw ShapeError(fmt::format("rank {} of mesh {} must hold {} {} of a tensor {} {}, but the local tensor is {} {}",
+                                 mesh.rank(), mesh.spec().to_string(), to_string(spec.dtype),
+                                 to_string(result.box_.extent), to_string(spec.dtype), to_string(spec.shape),
+                                 to_string(local.dtype()), to_string(local.shape())));
   result.local_ = std::move(local);
   result.spec_ = std::move(spec);
   result.mesh_ = std::move(mesh);
   return result;
 }
 
-DTensor DTensor::distribute(const ExecutionSpace& exec, const Tensor& full, std::vector<Placement> placements, DeviceMesh mesh,
-                            std::vector<std::int64_t> split_order) {
+DTensor DTensor::distribute(const ExecutionSpace& exec, const Tensor& full, std::vector<Placement> placements,
+                            DeviceMesh mesh, std::vector<std::int64_t> split_order) {
   TensorSpec spec{full.dtype(), full.shape(), std::move(placements), std::move(split_order)};
   validate(spec, mesh.spec(), "distribute");
   for (const Placement& placement : spec.placements)

@@ -51,9 +51,10 @@ std::string_view to_string(DType dtype) {
 DType parse_dtype(std::string_view name) {
   for (const DType dtype : all_dtypes)
     if (to_string(dtype) == name) return dtype;
-  throw ShapeError(fmt::format("unknown dtype \"{}\": expected one of f64 f32 f16 bf16 f8_e4m3 f8_e5m2 i64 i32 i16 i8 "
-                               "u64 u32 u16 u8 bool complex64 complex128",
-                               name));
+  throw ShapeError(
+      fmt::format("unknown dtype \"{}\": expected one of f64 f32 f16 bf16 f8_e4m3 f8_e5m2 i64 i32 i16 i8 "
+                  "u64 u32 u16 u8 bool complex64 complex128",
+                  name));
 }
 
 }  // namespace fsdp2

@@ -30,7 +30,8 @@ MeshSpec::MeshSpec(std::vector<MeshAxis> axes, std::vector<std::int64_t> ranks)
   }
   if (ranks_.empty()) return;
   if (static_cast<std::int64_t>(ranks_.size()) != size_)
-    throw ConfigError(fmt::format("mesh {} needs {} ranks, but its rank list has {}", to_string(), size_, ranks_.size()));
+    throw ConfigError(
+        fmt::format("mesh {} needs {} ranks, but its rank list has {}", to_string(), size_, ranks_.size()));
   if (std::set<std::int64_t>(ranks_.begin(), ranks_.end()).size() != ranks_.size() ||
       *std::min_element(ranks_.begin(), ranks_.end()) < 0)
     throw ConfigError(fmt::format("the rank list of mesh {} has a repeated or negative rank", to_string()));
@@ -85,7 +86,8 @@ MeshSpec MeshSpec::flatten(const std::vector<std::string>& names, std::string fl
   std::int64_t size = 1;
   for (std::size_t i = 0; i < names.size(); ++i) {
     if (axis(names[i]) != first + i)
-      throw ConfigError(fmt::format("axes {} of mesh {} are not adjacent and in order", fmt::join(names, ","), to_string()));
+      throw ConfigError(
+          fmt::format("axes {} of mesh {} are not adjacent and in order", fmt::join(names, ","), to_string()));
     size *= axes_[first + i].size;
   }
   std::vector<MeshAxis> axes = axes_;

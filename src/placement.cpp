@@ -37,14 +37,14 @@ void validate(const TensorSpec& spec, const MeshSpec& mesh, const std::string& n
   }
   const auto rank = static_cast<std::int64_t>(spec.shape.size());
   if (spec.placements.size() != mesh.dimensions())
-    throw ConfigError(fmt::format("tensor \"{}\" has {} placements, but mesh {} has {} axes", name, spec.placements.size(),
-                                  mesh.to_string(), mesh.dimensions()));
+    throw ConfigError(fmt::format("tensor \"{}\" has {} placements, but mesh {} has {} axes", name,
+                                  spec.placements.size(), mesh.to_string(), mesh.dimensions()));
   const std::vector<std::int64_t> order = split_order(spec);
   std::vector<bool> is_cut(spec.shape.size(), false);
   std::vector<bool> seen(mesh.dimensions(), false);
   if (order.size() != mesh.dimensions())
-    throw ConfigError(fmt::format("tensor \"{}\": the split order names {} axes, but mesh {} has {}", name, order.size(),
-                                  mesh.to_string(), mesh.dimensions()));
+    throw ConfigError(fmt::format("tensor \"{}\": the split order names {} axes, but mesh {} has {}", name,
+                                  order.size(), mesh.to_string(), mesh.dimensions()));
   for (const std::int64_t axis : order) {
     if (axis < 0 || axis >= static_cast<std::int64_t>(seen.size()) || seen[static_cast<std::size_t>(axis)])
       throw ConfigError(fmt::format("tensor \"{}\": split order {} is not a permutation of the {} mesh axes", name,
@@ -63,14 +63,15 @@ void validate(const TensorSpec& spec, const MeshSpec& mesh, const std::string& n
     if (ragged != nullptr) {
       const std::vector<std::int64_t>& bounds = ragged->bounds;
       if (is_cut[d])
-        throw ConfigError(fmt::format("tensor \"{}\": Ragged({}) on axis \"{}\" must be the first cut of its dimension", name,
-                                      dim, mesh.axes()[a].name));
+        throw ConfigError(fmt::format("tensor \"{}\": Ragged({}) on axis \"{}\" must be the first cut of its dimension",
+                                      name, dim, mesh.axes()[a].name));
       const std::int64_t ranks = mesh.axes()[a].size;
       if (static_cast<std::int64_t>(bounds.size()) - 1 != ranks || bounds.front() != 0 ||
           bounds.back() != spec.shape[d] || !std::is_sorted(bounds.begin(), bounds.end()))
-        throw ShapeError(fmt::format("tensor \"{}\": ragged bounds {} on axis \"{}\" must ascend from 0 to {}, "
-                                     "with one number more than the axis has ranks ({})",
-                                     name, to_string(bounds), mesh.axes()[a].name, spec.shape[d], ranks));
+        throw ShapeError(
+            fmt::format("tensor \"{}\": ragged bounds {} on axis \"{}\" must ascend from 0 to {}, "
+                        "with one number more than the axis has ranks ({})",
+                        name, to_string(bounds), mesh.axes()[a].name, spec.shape[d], ranks));
     }
     is_cut[d] = true;
   }

@@ -70,7 +70,8 @@ Box intersect(const Box& a, const Box& b) {
   return common;
 }
 
-RunCursor::RunCursor(const Shape& extent, const Shape& from_shape, const Shape& from, const Shape& to_shape, const Shape& to) {
+RunCursor::RunCursor(const Shape& extent, const Shape& from_shape, const Shape& from, const Shape& to_shape,
+                     const Shape& to) {
   for (const std::int64_t rows : extent)
     if (rows == 0) return;
   // Trailing dimensions that the box covers whole in both arrays merge with the dimension before them.

@@ -14,13 +14,15 @@ void check_view(DType found, DType asked, std::size_t found_rank, std::size_t as
   if (found != asked)
     throw ShapeError(fmt::format("a tensor of {} cannot be viewed as {}", to_string(found), to_string(asked)));
   if (found_rank != asked_rank)
-    throw ShapeError(fmt::format("a tensor of shape {} cannot be viewed with {} dimensions", to_string(shape), asked_rank));
+    throw ShapeError(
+        fmt::format("a tensor of shape {} cannot be viewed with {} dimensions", to_string(shape), asked_rank));
 }
 
 void refuse_layout(const std::string& label, const char* found) {
-  throw ShapeError(fmt::format("View \"{}\" is {}, but a tensor is contiguous and row-major: declare the View "
-                               "Kokkos::LayoutRight, or copy it with fsdp2::pack(exec, view)",
-                               label, found));
+  throw ShapeError(
+      fmt::format("View \"{}\" is {}, but a tensor is contiguous and row-major: declare the View "
+                  "Kokkos::LayoutRight, or copy it with fsdp2::pack(exec, view)",
+                  label, found));
 }
 
 }  // namespace detail
@@ -61,7 +63,8 @@ template <class Space>
 BasicTensor<Space> BasicTensor<Space>::slice(std::int64_t begin, Shape shape) const {
   const std::int64_t count = fsdp2::numel(shape);
   if (begin < 0 || count > numel() - begin)
-    throw ShapeError(fmt::format("elements [{}, {}) are outside a tensor of {} elements", begin, begin + count, numel()));
+    throw ShapeError(
+        fmt::format("elements [{}, {}) are outside a tensor of {} elements", begin, begin + count, numel()));
   const auto from = static_cast<std::size_t>(begin * size_of(dtype_));
   const auto to = static_cast<std::size_t>((begin + count) * size_of(dtype_));
   return over(Kokkos::subview(bytes_, std::pair(from, to)), dtype_, std::move(shape), owner_);

@@ -113,7 +113,8 @@ class Communicator {
   virtual std::unique_ptr<Communicator> split(std::int64_t color, std::int64_t key, std::string name) = 0;
 
   /// Collective end: completes what is pending and frees the communicator. Further calls but rank(), size() and name()
-  /// throw CommError. A destructor without it leaves the communicator to MPI_Finalize, and says so through the log sink.
+  /// throw CommError. A destructor without it leaves the communicator to MPI_Finalize, and says so through the log
+  /// sink.
   virtual void close() = 0;
 };
 

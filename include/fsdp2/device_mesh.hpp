@@ -44,12 +44,14 @@ class DeviceMesh {
   /// All ranks of the mesh, for host metadata: agreements, never tensor data.
   HostCommunicator& host() const;
 
-  /// What FSDP does along each axis: none until a model says so. Shared by all handles; local, the same call on all ranks.
+  /// What FSDP does along each axis: none until a model says so. Shared by all handles; local, the same call on all
+  /// ranks.
   void set_axis_role(std::string_view axis, AxisRole role) const;
   const std::vector<AxisRole>& axis_roles() const;
 
-  /// 64 random bits, the same on every rank of the mesh and, with overwhelming probability, on no other mesh. With a count
-  /// of saves, which this call advances, they name a save: 32 hexadecimal digits. Local; all ranks must call it equally often.
+  /// 64 random bits, the same on every rank of the mesh and, with overwhelming probability, on no other mesh. With a
+  /// count of saves, which this call advances, they name a save: 32 hexadecimal digits. Local; all ranks must call it
+  /// equally often.
   std::string next_save_id() const;
 
   /// Collective end of all its communicators; see Communicator::close. The mesh must not be used afterwards.

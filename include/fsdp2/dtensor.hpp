@@ -17,13 +17,14 @@ class DTensor {
   /// A placeholder: an empty f32 local tensor on a mesh of one rank.
   DTensor();
 
-  /// Takes this rank's part as it is. Throws ShapeError or ConfigError where the spec does not fit the mesh, or the local
-  /// tensor's dtype or shape is not that of local_box.
+  /// Takes this rank's part as it is. Throws ShapeError or ConfigError where the spec does not fit the mesh, or the
+  /// local tensor's dtype or shape is not that of local_box.
   static DTensor from_local(Tensor local, TensorSpec spec, DeviceMesh mesh);
 
-  /// Copies this rank's part out of a full tensor that every rank holds, ordered on `exec`. Partial placements are refused.
-  static DTensor distribute(const ExecutionSpace& exec, const Tensor& full, std::vector<Placement> placements, DeviceMesh mesh,
-                            std::vector<std::int64_t> split_order = {});
+  /// Copies this rank's part out of a full tensor that every rank holds, ordered on `exec`. Partial placements are
+  /// refused.
+  static DTensor distribute(const ExecutionSpace& exec, const Tensor& full, std::vector<Placement> placements,
+                            DeviceMesh mesh, std::vector<std::int64_t> split_order = {});
 
   const Tensor& local() const { return local_; }
   const TensorSpec& spec() const { return spec_; }

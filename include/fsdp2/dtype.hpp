@@ -30,9 +30,10 @@ enum class DType : std::uint8_t {
   complex128 = 17,
 };
 
-inline constexpr DType all_dtypes[] = {
-    DType::f64, DType::f32, DType::f16, DType::bf16, DType::f8_e4m3, DType::f8_e5m2, DType::i64,       DType::i32,       DType::i16,
-    DType::i8,  DType::u64, DType::u32, DType::u16,  DType::u8,      DType::boolean, DType::complex64, DType::complex128};
+inline constexpr DType all_dtypes[] = {DType::f64,       DType::f32,       DType::f16, DType::bf16, DType::f8_e4m3,
+                                       DType::f8_e5m2,   DType::i64,       DType::i32, DType::i16,  DType::i8,
+                                       DType::u64,       DType::u32,       DType::u16, DType::u8,   DType::boolean,
+                                       DType::complex64, DType::complex128};
 
 /// Bytes of one element.
 constexpr std::int64_t size_of(DType dtype) {

@@ -64,7 +64,8 @@ KOKKOS_INLINE_FUNCTION typename Format::Bits encode(Float value) {
 
   const Wide raw = bit_cast<Wide>(value);
   const Wide magnitude = raw & static_cast<Wide>(~(Wide{1} << (source_width - 1)));
-  const Bits sign = static_cast<Bits>(static_cast<Bits>(raw >> (source_width - 1)) << (Format::exponent + Format::mantissa));
+  const Bits sign =
+      static_cast<Bits>(static_cast<Bits>(raw >> (source_width - 1)) << (Format::exponent + Format::mantissa));
 
   if (magnitude > source_infinity) {
     const Bits payload = static_cast<Bits>(static_cast<Bits>(magnitude >> drop) & Format::mantissa_mask);
@@ -102,7 +103,8 @@ KOKKOS_INLINE_FUNCTION float decode(typename Format::Bits bits) {
   constexpr int widen = Float::mantissa - Format::mantissa;
   constexpr std::uint32_t top = (1u << Format::exponent) - 1;
 
-  const bool is_special = Format::has_infinity ? exponent == top : (exponent == top && mantissa == Format::mantissa_mask);
+  const bool is_special =
+      Format::has_infinity ? exponent == top : (exponent == top && mantissa == Format::mantissa_mask);
   if (is_special) return bit_cast<float>(sign | 0x7f800000u | (mantissa << widen));
   if (exponent != 0)
     return bit_cast<float>(sign | ((exponent + Float::bias - Format::bias) << Float::mantissa) | (mantissa << widen));

@@ -19,12 +19,13 @@ struct MeshAxis {
   friend bool operator==(const MeshAxis&, const MeshAxis&) = default;
 };
 
-/// What FSDP does along a mesh axis: recorded in checkpoints, so that a reshard knows which axis to rescale. The numeric
-/// values are part of the checkpoint format.
+/// What FSDP does along a mesh axis: recorded in checkpoints, so that a reshard knows which axis to rescale. The
+/// numeric values are part of the checkpoint format.
 enum class AxisRole : std::uint8_t { none = 0, shard = 1, replicate = 2 };
 
-/// Names and sizes of the axes along which ranks are laid out. Pure data, for any number of ranks: planners and the tool
-/// use it without MPI. The rank at a coordinate is its row-major index, or ranks[index] where a rank list is given.
+/// Names and sizes of the axes along which ranks are laid out. Pure data, for any number of ranks: planners and the
+/// tool use it without MPI. The rank at a coordinate is its row-major index, or ranks[index] where a rank list is
+/// given.
 class MeshSpec {
  public:
   /// Throws ConfigError for no axis, an empty or repeated name or one with ',', ':' or '=', a size < 1, a product that
@@ -48,8 +49,8 @@ class MeshSpec {
   std::int64_t rank_at(const Shape& coordinate) const;
   bool contains(std::int64_t rank) const;
 
-  /// A new mesh in which the named, adjacent axes are one axis. Sharding over it is not the same as nested sharding over
-  /// the old axes. Throws ConfigError for unknown or non-adjacent axes.
+  /// A new mesh in which the named, adjacent axes are one axis. Sharding over it is not the same as nested sharding
+  /// over the old axes. Throws ConfigError for unknown or non-adjacent axes.
   MeshSpec flatten(const std::vector<std::string>& names, std::string flattened_name) const;
 
   /// "dp=4" or "dp=2,tp=2".

@@ -43,9 +43,9 @@ std::string to_string(const Placement& placement);
 /// A tensor as the mesh sees it: the global shape is always carried, never inferred from shards.
 struct TensorSpec {
   DType dtype = DType::f32;
-  Shape shape;                           ///< global
-  std::vector<Placement> placements;     ///< one per mesh axis
-  std::vector<std::int64_t> split_order; ///< mesh axes in the order in which they cut; empty: 0, 1, 2, …
+  Shape shape;                            ///< global
+  std::vector<Placement> placements;      ///< one per mesh axis
+  std::vector<std::int64_t> split_order;  ///< mesh axes in the order in which they cut; empty: 0, 1, 2, …
 
   /// Bytes of the whole tensor. Throws ShapeError on overflow.
   std::int64_t bytes() const { return checked_multiply(numel(shape), size_of(dtype)); }

@@ -70,8 +70,8 @@ struct Run {
 /// from one into the other moves. All runs have the same count.
 class RunCursor {
  public:
-  /// The box has `extent`, and starts at index `from` in an array of shape `from_shape`, at `to` in one of `to_shape`. It must
-  /// lie inside both.
+  /// The box has `extent`, and starts at index `from` in an array of shape `from_shape`, at `to` in one of `to_shape`.
+  /// It must lie inside both.
   RunCursor(const Shape& extent, const Shape& from_shape, const Shape& from, const Shape& to_shape, const Shape& to);
 
   bool is_done() const { return run_.count == 0; }
@@ -106,8 +106,8 @@ inline RunCursor runs_of(const Shape& shape, const Box& box) {
   return {box.extent, shape, box.offset, box.extent, Shape(shape.size(), 0)};
 }
 
-/// Calls visit(Box, first) for boxes that together are elements [begin, end) of a row-major array of `shape`, in ascending
-/// order; `first` is the box's first element. At most 2·dimensions - 1 boxes.
+/// Calls visit(Box, first) for boxes that together are elements [begin, end) of a row-major array of `shape`, in
+/// ascending order; `first` is the box's first element. At most 2·dimensions - 1 boxes.
 template <class Visitor>
 void for_each_box(const Shape& shape, std::int64_t begin, std::int64_t end, Visitor&& visit) {
   while (begin < end) {
@@ -121,7 +121,8 @@ void for_each_box(const Shape& shape, std::int64_t begin, std::int64_t end, Visi
     Box box{index, Shape(shape.size(), 1)};
     std::int64_t count = 1;
     for (std::size_t d = shape.size(); d-- > 0;) {
-      const std::int64_t rows = (end - begin) / count < shape[d] - index[d] ? (end - begin) / count : shape[d] - index[d];
+      const std::int64_t rows =
+          (end - begin) / count < shape[d] - index[d] ? (end - begin) / count : shape[d] - index[d];
       box.extent[d] = rows;
       count *= rows;
       if (rows != shape[d]) break;

@@ -46,8 +46,8 @@ class BasicTensor {
   /// f32, shape [0], no memory.
   BasicTensor() : shape_{0} {}
 
-  /// Allocates zeros, ordered on `exec`. `label` names the allocation in profiles. Throws ShapeError for a bad shape, and
-  /// ConfigError where Kokkos is not initialised.
+  /// Allocates zeros, ordered on `exec`. `label` names the allocation in profiles. Throws ShapeError for a bad shape,
+  /// and ConfigError where Kokkos is not initialised.
   BasicTensor(const ExecutionSpace& exec, DType dtype, Shape shape, const std::string& label);
 
   /// Allocates without writing: every element must be written before it is read.
@@ -108,18 +108,20 @@ auto wrap(const Kokkos::View<DataType, Properties...>& view) {
   using Value = typename View::value_type;
   static_assert(!std::is_const_v<Value>, "wrap needs a View of non-const elements");
   Shape shape;
-  for (unsigned d = 0; d < static_cast<unsigned>(View::rank); ++d) shape.push_back(static_cast<std::int64_t>(view.extent(d)));
+  for (unsigned d = 0; d < static_cast<unsigned>(View::rank); ++d)
+    shape.push_back(static_cast<std::int64_t>(view.extent(d)));
   std::int64_t expected = 1;
   for (std::size_t d = shape.size(); d-- > 0;) {
     if (shape[d] > 1 && static_cast<std::int64_t>(view.stride(static_cast<unsigned>(d))) != expected)
-      detail::refuse_layout(view.label(), std::is_same_v<typename View::array_layout, Kokkos::LayoutLeft> ? "LayoutLeft" : "strided");
+      detail::refuse_layout(view.label(),
+                            std::is_same_v<typename View::array_layout, Kokkos::LayoutLeft> ? "LayoutLeft" : "strided");
     expected *= shape[d];
   }
   const DType dtype = dtype_of<std::remove_cv_t<Value>>;
   const auto length = static_cast<std::size_t>(checked_multiply(numel(shape), size_of(dtype)));
   using Result = BasicTensor<Space>;
-  return Result::over(typename Result::Bytes(reinterpret_cast<std::byte*>(view.data()), length), dtype, std::move(shape),
-                      std::make_shared<View>(view));
+  return Result::over(typename Result::Bytes(reinterpret_cast<std::byte*>(view.data()), length), dtype,
+                      std::move(shape), std::make_shared<View>(view));
 }
 
 /// A row-major copy of a View of any layout, made by a kernel ordered on `exec`.

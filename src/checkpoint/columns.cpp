@@ -13,7 +13,8 @@
 
 namespace fsdp2::checkpoint {
 
-static_assert(std::endian::native == std::endian::little, "the format is little-endian, and columns are stored as they are");
+static_assert(std::endian::native == std::endian::little,
+              "the format is little-endian, and columns are stored as they are");
 
 namespace {
 template <class T>
@@ -56,7 +57,8 @@ void CheckDigest::add(std::span<const std::byte> bytes) {
   crc_ = crc64(bytes, crc_);
 }
 
-Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type, std::size_t dimensions) {
+Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
+                   std::size_t dimensions) {
   const DatasetPlace place = structure.require(path, type, dimensions);
   Column column;
   column.type = type;
@@ -67,11 +69,12 @@ Column read_column(const File& file, const Hdf5Structure& structure, const std::
 }
 
 void check_pointers(const Column& pointers, std::size_t lists, std::size_t length, const std::string& what) {
-  bool is_good = pointers.size() != 0 && pointers.size() == lists + 1 && pointers.u64(0) == 0 && pointers.u64(lists) == length;
+  bool is_good =
+      pointers.size() != 0 && pointers.size() == lists + 1 && pointers.u64(0) == 0 && pointers.u64(lists) == length;
   for (std::size_t i = 0; is_good && i < lists; ++i) is_good = pointers.u64(i) <= pointers.u64(i + 1);
   if (!is_good)
-    throw CorruptError(fmt::format("{}: expected {} ascending entries from 0 to {}, found {} entries", what, lists + 1, length,
-                                   pointers.size()));
+    throw CorruptError(fmt::format("{}: expected {} ascending entries from 0 to {}, found {} entries", what, lists + 1,
+                                   length, pointers.size()));
 }
 
 std::string_view list_text(const Column& pointers, const Column& bytes, std::size_t i) {

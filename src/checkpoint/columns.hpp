@@ -69,7 +69,8 @@ class CheckDigest {
 };
 
 /// Reads a dataset of a file whole.
-Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type, std::size_t dimensions = 1);
+Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
+                   std::size_t dimensions = 1);
 
 /// Throws CorruptError unless `pointers` has lists + 1 entries, begins with 0, never descends and ends with `length`.
 void check_pointers(const Column& pointers, std::size_t lists, std::size_t length, const std::string& what);

@@ -46,8 +46,8 @@ constexpr auto reduction = [] {
 }();
 
 __attribute__((target("pclmul"))) std::uint64_t multiply_carryless(std::uint64_t a, std::uint64_t b) {
-  const __m128i product =
-      _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(a)), _mm_cvtsi64_si128(static_cast<long long>(b)), 0);
+  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(a)),
+                                               _mm_cvtsi64_si128(static_cast<long long>(b)), 0);
   const auto low = static_cast<std::uint64_t>(_mm_cvtsi128_si64(product));
   const auto high = static_cast<std::uint64_t>(_mm_cvtsi128_si64(_mm_srli_si128(product, 8)));
   // The reflected product of two words has 127 bits: one up, its upper half is the terms below x^64.

@@ -17,8 +17,8 @@ std::uint64_t multiply_mod(std::uint64_t a, std::uint64_t b);
 /// x^(8·bytes) modulo the polynomial: multiplying a CRC by it shifts the CRC over that many following bytes.
 std::uint64_t shift_factor(std::uint64_t bytes);
 
-/// The CRC of a byte string from CRCs of its runs, given in ascending order with anything between them: the runs' part of
-/// the whole, so that the xor over disjoint sets of runs that cover the string is its CRC. One multiplication a run.
+/// The CRC of a byte string from CRCs of its runs, given in ascending order with anything between them: the runs' part
+/// of the whole, so that the xor over disjoint sets of runs that cover the string is its CRC. One multiplication a run.
 class RunDigest {
  public:
   /// A run with CRC `crc` that ends at byte `end` of the string.

@@ -73,7 +73,8 @@ void File::reserve(std::int64_t bytes) {
   // Not glibc's posix_fallocate: where the file system cannot, it writes every block.
   if (errno != EOPNOTSUPP && errno != ENOSYS) {
     const int error = errno;
-    fail(fmt::format("reserving {} bytes ({} are available) for", bytes, available_bytes(path_.parent_path())), path_, error);
+    fail(fmt::format("reserving {} bytes ({} are available) for", bytes, available_bytes(path_.parent_path())), path_,
+         error);
   }
   if (retry_interrupted([&] { return ::ftruncate(descriptor_.get(), bytes); }) != 0)
     fail(fmt::format("extending to {} bytes", bytes), path_, errno);
@@ -83,7 +84,8 @@ void File::write(std::span<const std::byte> bytes, std::int64_t offset) {
   while (!bytes.empty()) {
     const ssize_t written = retry_interrupted(
         [&] { return ::pwrite(descriptor_.get(), bytes.data(), std::min(bytes.size(), max_call_bytes), offset); });
-    if (written <= 0) fail(fmt::format("writing {} bytes at {} to", bytes.size(), offset), path_, written < 0 ? errno : EIO);
+    if (written <= 0)
+      fail(fmt::format("writing {} bytes at {} to", bytes.size(), offset), path_, written < 0 ? errno : EIO);
     bytes = bytes.subspan(static_cast<std::size_t>(written));
     offset += written;
   }
@@ -94,7 +96,9 @@ void File::read(std::span<std::byte> bytes, std::int64_t offset) const {
     const ssize_t got = retry_interrupted(
         [&] { return ::pread(descriptor_.get(), bytes.data(), std::min(bytes.size(), max_call_bytes), offset); });
     if (got < 0) fail(fmt::format("reading {} bytes at {} of", bytes.size(), offset), path_, errno);
-    if (got == 0) throw CorruptError(fmt::format("{} ends at {}: expected {} more bytes there", path_.string(), offset, bytes.size()));
+    if (got == 0)
+      throw CorruptError(
+          fmt::format("{} ends at {}: expected {} more bytes there", path_.string(), offset, bytes.size()));
     bytes = bytes.subspan(static_cast<std::size_t>(got));
     offset += got;
   }

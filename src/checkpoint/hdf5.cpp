@@ -68,15 +68,16 @@ std::string last_error() {
 template <class ErrorType, class Result>
 Result check(Result result, std::string_view call, const std::filesystem::path& path, std::string_view object = "") {
   if (result < 0)
-    throw ErrorType(fmt::format("{} on {}{}{} failed: {}", call, path.string(), object.empty() ? "" : ":", object, last_error()));
+    throw ErrorType(
+        fmt::format("{} on {}{}{} failed: {}", call, path.string(), object.empty() ? "" : ":", object, last_error()));
   return result;
 }
 
 TypeId small_float(std::size_t mantissa_bits, std::size_t exponent_bits, std::size_t bias) {
   TypeId type(H5Tcopy(H5T_IEEE_F32LE));
   const std::size_t sign = mantissa_bits + exponent_bits;
-  if (H5Tset_fields(type.get(), sign, mantissa_bits, exponent_bits, 0, mantissa_bits) < 0 || H5Tset_size(type.get(), 2) < 0 ||
-      H5Tset_ebias(type.get(), bias) < 0)
+  if (H5Tset_fields(type.get(), sign, mantissa_bits, exponent_bits, 0, mantissa_bits) < 0 ||
+      H5Tset_size(type.get(), 2) < 0 || H5Tset_ebias(type.get(), bias) < 0)
     throw IoError("HDF5 cannot describe a 16-bit float");
   return type;
 }
@@ -144,16 +145,15 @@ SpaceId simple_space(const Shape& shape) {
   return SpaceId(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
 }
 
-/// A scratch file in shared memory that is gone when this object is: HDF5 must write its structure somewhere, and cannot
-/// into a descriptor without a name.
+/// A scratch file in shared memory that is gone when this object is: HDF5 must write its structure somewhere, and
+/// cannot into a descriptor without a name.
 class ScratchFile {
  public:
   ScratchFile() {
     std::error_code ignored;
     const std::filesystem::path shared_memory = "/dev/shm";
-    const std::filesystem::path folder = std::filesystem::is_directory(shared_memory, ignored)
-                                             ? shared_memory
-                                             : std::filesystem::temp_directory_path();
+    const std::filesystem::path folder =
+        std::filesystem::is_directory(shared_memory, ignored) ? shared_memory : std::filesystem::temp_directory_path();
     std::string name = (folder / "fsdp2-skeleton-XXXXXX").string();
     const UniqueHandle<DescriptorTraits> descriptor(::mkstemp(name.data()));
     if (!descriptor.is_valid())
@@ -177,10 +177,11 @@ PropertyId link_creation() {
   return properties;
 }
 
-void write_attribute(hid_t file, const std::filesystem::path& path, const std::string& name, hid_t type, const void* value) {
+void write_attribute(hid_t file, const std::filesystem::path& path, const std::string& name, hid_t type,
+                     const void* value) {
   const SpaceId space(check<IoError>(H5Screate(H5S_SCALAR), "H5Screate", path));
-  const AttributeId attribute(
-      check<IoError>(H5Acreate2(file, name.c_str(), type, space.get(), H5P_DEFAULT, H5P_DEFAULT), "H5Acreate2", path, name));
+  const AttributeId attribute(check<IoError>(
+      H5Acreate2(file, name.c_str(), type, space.get(), H5P_DEFAULT, H5P_DEFAULT), "H5Acreate2", path, name));
   check<IoError>(H5Awrite(attribute.get(), type, value), "H5Awrite", path, name);
 }
 
@@ -194,21 +195,22 @@ void write_attributes(hid_t file, const std::filesystem::path& path, const RootA
   }
 }
 
-void create_view(hid_t file, const std::filesystem::path& path, hid_t links, const NamedView& view, const DatasetPlace& source) {
+void create_view(hid_t file, const std::filesystem::path& path, hid_t links, const NamedView& view,
+                 const DatasetPlace& source) {
   const PropertyId creation(check<IoError>(H5Pcreate(H5P_DATASET_CREATE), "H5Pcreate", path));
   const Shape shape = view.shape.empty() ? Shape{1} : view.shape;  // HDF5 has no virtual scalars
   const SpaceId space = simple_space(shape);
   const SpaceId arena = simple_space(source.shape);
   const auto start = static_cast<hsize_t>(view.start);
   const auto count = static_cast<hsize_t>(numel(shape));
-  check<IoError>(H5Sselect_hyperslab(arena.get(), H5S_SELECT_SET, &start, nullptr, &count, nullptr), "H5Sselect_hyperslab", path,
-                 view.path);
-  check<IoError>(H5Pset_virtual(creation.get(), space.get(), ".", view.source.c_str(), arena.get()), "H5Pset_virtual", path,
-                 view.path);
+  check<IoError>(H5Sselect_hyperslab(arena.get(), H5S_SELECT_SET, &start, nullptr, &count, nullptr),
+                 "H5Sselect_hyperslab", path, view.path);
+  check<IoError>(H5Pset_virtual(creation.get(), space.get(), ".", view.source.c_str(), arena.get()), "H5Pset_virtual",
+                 path, view.path);
   const TypeId type = stored_type(view.type);
-  const DatasetId dataset(check<IoError>(
-      H5Dcreate2(file, view.path.c_str(), type.get(), space.get(), links, creation.get(), H5P_DEFAULT), "H5Dcreate2", path,
-      view.path));
+  const DatasetId dataset(
+      check<IoError>(H5Dcreate2(file, view.path.c_str(), type.get(), space.get(), links, creation.get(), H5P_DEFAULT),
+                     "H5Dcreate2", path, view.path));
 }
 
 constexpr std::size_t superblock_bytes = 48;
@@ -265,11 +267,13 @@ std::int64_t check_superblock(const std::filesystem::path& path) {
   std::array<std::byte, superblock_bytes> block{};
   file.read(block, 0);
   constexpr unsigned char signature[] = {0x89, 'H', 'D', 'F', '\r', '\n', 0x1a, '\n'};
-  if (std::memcmp(block.data(), signature, sizeof signature) != 0) refuse("is not an HDF5 file: its signature is missing");
+  if (std::memcmp(block.data(), signature, sizeof signature) != 0)
+    refuse("is not an HDF5 file: its signature is missing");
   const std::span<const std::byte> bytes(block);
   if (bytes[8] != std::byte{3} || bytes[9] != std::byte{8} || bytes[10] != std::byte{8})
     refuse("has an HDF5 superblock of another version than 3: it was not written by fsdp2");
-  if (little_endian(bytes.subspan(44, 4)) != lookup3(bytes.first(44))) refuse("has a damaged HDF5 superblock: its checksum is wrong");
+  if (little_endian(bytes.subspan(44, 4)) != lookup3(bytes.first(44)))
+    refuse("has a damaged HDF5 superblock: its checksum is wrong");
   if (little_endian(bytes.subspan(12, 8)) != 0) refuse("has an HDF5 base address other than 0");
   const std::uint64_t end = little_endian(bytes.subspan(28, 8));
   if (end != static_cast<std::uint64_t>(size))
@@ -306,27 +310,32 @@ Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, cons
 
   Skeleton skeleton;
   {
-    FileId file(check<IoError>(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, file_creation.get(), access.get()), "H5Fcreate", path));
+    FileId file(
+        check<IoError>(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, file_creation.get(), access.get()), "H5Fcreate", path));
     write_attributes(file.get(), path, attributes);
     for (const auto& [name, spec] : datasets) {
       const std::string group = name.substr(0, name.rfind('/'));
-      if (!group.empty() && check<IoError>(H5Lexists(file.get(), group.c_str(), H5P_DEFAULT), "H5Lexists", path, group) == 0)
-        const GroupId made(check<IoError>(H5Gcreate2(file.get(), group.c_str(), H5P_DEFAULT, group_creation.get(), H5P_DEFAULT),
-                                          "H5Gcreate2", path, group));
+      if (!group.empty() &&
+          check<IoError>(H5Lexists(file.get(), group.c_str(), H5P_DEFAULT), "H5Lexists", path, group) == 0)
+        const GroupId made(
+            check<IoError>(H5Gcreate2(file.get(), group.c_str(), H5P_DEFAULT, group_creation.get(), H5P_DEFAULT),
+                           "H5Gcreate2", path, group));
       const TypeId type = stored_type(spec.type);
       const SpaceId space = simple_space(spec.shape);
       const DatasetId dataset(check<IoError>(
-          H5Dcreate2(file.get(), name.c_str(), type.get(), space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT), "H5Dcreate2",
-          path, name));
+          H5Dcreate2(file.get(), name.c_str(), type.get(), space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT),
+          "H5Dcreate2", path, name));
       DatasetPlace place{spec.shape, 0, checked_multiply(numel(spec.shape), size_of(spec.type))};
       if (place.bytes != 0) {
         const haddr_t offset = H5Dget_offset(dataset.get());
-        if (offset == HADDR_UNDEF) throw IoError(fmt::format("HDF5 gave {} no place in the file: {}", name, last_error()));
+        if (offset == HADDR_UNDEF)
+          throw IoError(fmt::format("HDF5 gave {} no place in the file: {}", name, last_error()));
         place.offset = static_cast<std::int64_t>(offset);
       }
       skeleton.places.emplace(name, std::move(place));
     }
-    for (const NamedView& view : views) create_view(file.get(), path, links.get(), view, skeleton.places.at(view.source));
+    for (const NamedView& view : views)
+      create_view(file.get(), path, links.get(), view, skeleton.places.at(view.source));
     check<IoError>(H5Fclose(file.detach()), "H5Fclose", path);
   }
 
@@ -353,21 +362,26 @@ Hdf5Structure::Hdf5Structure(const std::filesystem::path& path) : path_(path), f
   const QuietErrors quiet;
   const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));
   check<IoError>(H5Pset_fapl_sec2(access.get()), "H5Pset_fapl_sec2", path);
-  file_ = UniqueHandle<Hdf5FileTraits>(check<CorruptError>(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), "H5Fopen", path));
+  file_ = UniqueHandle<Hdf5FileTraits>(
+      check<CorruptError>(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), "H5Fopen", path));
 }
 
 std::optional<DatasetPlace> Hdf5Structure::find(const std::string& dataset, DType type, std::size_t dimensions) const {
   const QuietErrors quiet;
-  const auto refuse = [&](std::string_view why) { throw CorruptError(fmt::format("{}:{} {}", path_.string(), dataset, why)); };
+  const auto refuse = [&](std::string_view why) {
+    throw CorruptError(fmt::format("{}:{} {}", path_.string(), dataset, why));
+  };
   for (std::size_t end = dataset.find('/', 1); true; end = dataset.find('/', end + 1)) {
     const std::string part = dataset.substr(0, end);
-    if (check<CorruptError>(H5Lexists(file_.get(), part.c_str(), H5P_DEFAULT), "H5Lexists", path_, part) == 0) return std::nullopt;
+    if (check<CorruptError>(H5Lexists(file_.get(), part.c_str(), H5P_DEFAULT), "H5Lexists", path_, part) == 0)
+      return std::nullopt;
     H5L_info_t link{};
     check<CorruptError>(H5Lget_info(file_.get(), part.c_str(), &link, H5P_DEFAULT), "H5Lget_info", path_, part);
     if (link.type != H5L_TYPE_HARD) refuse("is reached by a soft or external link: fsdp2 writes hard links only");
     if (end == std::string::npos) break;
   }
-  const DatasetId id(check<CorruptError>(H5Dopen2(file_.get(), dataset.c_str(), H5P_DEFAULT), "H5Dopen2", path_, dataset));
+  const DatasetId id(
+      check<CorruptError>(H5Dopen2(file_.get(), dataset.c_str(), H5P_DEFAULT), "H5Dopen2", path_, dataset));
   const PropertyId creation(check<CorruptError>(H5Dget_create_plist(id.get()), "H5Dget_create_plist", path_, dataset));
   if (H5Pget_layout(creation.get()) != H5D_CONTIGUOUS) refuse("is not contiguous");
   if (H5Pget_external_count(creation.get()) != 0) refuse("has external storage");
@@ -377,14 +391,17 @@ std::optional<DatasetPlace> Hdf5Structure::find(const std::string& dataset, DTyp
   if (check<CorruptError>(H5Tequal(found.get(), expected.get()), "H5Tequal", path_, dataset) == 0)
     refuse(fmt::format("has another type than {}", to_string(type)));
   const SpaceId space(check<CorruptError>(H5Dget_space(id.get()), "H5Dget_space", path_, dataset));
-  const int rank = check<CorruptError>(H5Sget_simple_extent_ndims(space.get()), "H5Sget_simple_extent_ndims", path_, dataset);
+  const int rank =
+      check<CorruptError>(H5Sget_simple_extent_ndims(space.get()), "H5Sget_simple_extent_ndims", path_, dataset);
   if (rank < 0 || static_cast<std::size_t>(rank) != dimensions || H5Sget_simple_extent_type(space.get()) != H5S_SIMPLE)
     refuse(fmt::format("has {} dimensions: expected {}", rank, dimensions));
   std::vector<hsize_t> dims(dimensions);
-  check<CorruptError>(H5Sget_simple_extent_dims(space.get(), dims.data(), nullptr), "H5Sget_simple_extent_dims", path_, dataset);
+  check<CorruptError>(H5Sget_simple_extent_dims(space.get(), dims.data(), nullptr), "H5Sget_simple_extent_dims", path_,
+                      dataset);
   DatasetPlace place;
   for (const hsize_t extent : dims) {
-    if (extent > static_cast<hsize_t>(file_size_)) refuse(fmt::format("claims {} elements, more than the file has bytes", extent));
+    if (extent > static_cast<hsize_t>(file_size_))
+      refuse(fmt::format("claims {} elements, more than the file has bytes", extent));
     place.shape.push_back(static_cast<std::int64_t>(extent));
   }
   std::int64_t count = 0;

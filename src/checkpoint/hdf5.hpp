@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// The only part of the library that knows HDF5's API: building the structure of a file, and reading it back, both without
-// the tensor bytes. Data are read and written at the offsets found here.
+// The only part of the library that knows HDF5's API: building the structure of a file, and reading it back, both
+// without the tensor bytes. Data are read and written at the offsets found here.
 
 #include <cstddef>
 #include <cstdint>
@@ -56,8 +56,8 @@ struct Skeleton {
   std::vector<std::pair<std::int64_t, std::vector<std::byte>>> metadata;
 };
 
-/// Lets HDF5 lay out a file: all groups and datasets, no data. The same arguments give the same bytes. Takes about 2 ms;
-/// throws IoError.
+/// Lets HDF5 lay out a file: all groups and datasets, no data. The same arguments give the same bytes. Takes about 2
+/// ms; throws IoError.
 Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, const std::vector<NamedView>& views,
                         const RootAttributes& attributes);
 
@@ -77,8 +77,8 @@ class Hdf5Structure {
   const std::filesystem::path& path() const { return path_; }
   std::int64_t file_size() const { return file_size_; }
 
-  /// The place of a dataset; nothing if there is none of that name. Throws CorruptError unless it is reached by hard links,
-  /// has exactly that type and number of dimensions, and is contiguous, unfiltered and inside the file.
+  /// The place of a dataset; nothing if there is none of that name. Throws CorruptError unless it is reached by hard
+  /// links, has exactly that type and number of dimensions, and is contiguous, unfiltered and inside the file.
   std::optional<DatasetPlace> find(const std::string& dataset, DType type, std::size_t dimensions) const;
   /// The same for one that must exist.
   DatasetPlace require(const std::string& dataset, DType type, std::size_t dimensions) const;

@@ -222,7 +222,8 @@ class IndexDecoder {
     check_pointers(at(pointers), count, length, path_ + ":" + pointers);
   }
   void length(const char* path, std::size_t expected) const {
-    if (at(path).size() != expected) refuse(fmt::format("{} has {} entries: expected {}", path, at(path).size(), expected));
+    if (at(path).size() != expected)
+      refuse(fmt::format("{} has {} entries: expected {}", path, at(path).size(), expected));
   }
   std::pair<std::size_t, std::size_t> list(const char* pointers, std::size_t i) const {
     return {static_cast<std::size_t>(at(pointers).u64(i)), static_cast<std::size_t>(at(pointers).u64(i + 1))};
@@ -266,7 +267,8 @@ class IndexDecoder {
     lists("/table/placement_ptr", count, placements);
     lists("/ragged/bounds_ptr", ragged, at("/ragged/bounds").size());
     for (const char* path : {"/table/dtype", "/table/mesh", "/table/digest"}) length(path, count);
-    for (const char* path : {"/table/placement_dim", "/table/placement_bounds", "/table/split_order"}) length(path, placements);
+    for (const char* path : {"/table/placement_dim", "/table/placement_bounds", "/table/split_order"})
+      length(path, placements);
     for (std::size_t t = 0; t < count; ++t) {
       TensorEntry tensor;
       tensor.name = list_text(at("/table/name_ptr"), at("/table/name_bytes"), t);
@@ -317,7 +319,8 @@ class IndexDecoder {
       index.files.push_back(std::move(file));
     }
     const auto world = static_cast<std::size_t>(index.world_size);
-    if (at("/files/ranks").size() != world || seen.size() != world || *seen.begin() != 0 || *seen.rbegin() != index.world_size - 1)
+    if (at("/files/ranks").size() != world || seen.size() != world || *seen.begin() != 0 ||
+        *seen.rbegin() != index.world_size - 1)
       refuse(fmt::format("the files do not hold each of the {} ranks once", index.world_size));
     const Column& segments = at("/segments");
     if (segments.shape != Shape{index.world_size, std::size(all_dtypes), 2})
@@ -426,7 +429,8 @@ CheckpointIndex read_index(const std::filesystem::path& directory) {
   const std::filesystem::path path = directory / "index.h5";
   std::error_code ignored;
   if (!std::filesystem::is_directory(directory, ignored))
-    throw IoError(fmt::format("{} is not a directory: expected a checkpoint directory with an index.h5", directory.string()));
+    throw IoError(
+        fmt::format("{} is not a directory: expected a checkpoint directory with an index.h5", directory.string()));
   if (std::filesystem::canonical(directory, ignored).filename().string().starts_with('.'))
     throw IoError(fmt::format("{} is not a checkpoint: names that begin with '.' are of unfinished or discarded ones",
                               directory.string()));
@@ -438,15 +442,18 @@ CheckpointIndex read_index(const std::filesystem::path& directory) {
   const Column header = read_column(file, structure, "/header", DType::u64);
   if (header.size() == 0) throw CorruptError(fmt::format("{}:/header is empty", path.string()));
   if (header.u64(0) != format_version)
-    throw MismatchError(fmt::format("{} has format version {}: this library reads version {}; use a newer fsdp2", path.string(),
-                                    header.u64(0), format_version));
+    throw MismatchError(fmt::format("{} has format version {}: this library reads version {}; use a newer fsdp2",
+                                    path.string(), header.u64(0), format_version));
   if (header.size() != header_fields)
-    throw CorruptError(fmt::format("{}:/header has {} fields: expected {}", path.string(), header.size(), header_fields));
+    throw CorruptError(
+        fmt::format("{}:/header has {} fields: expected {}", path.string(), header.size(), header_fields));
   Columns columns;
-  for (const ColumnSpec& spec : index_columns) columns[spec.path] = read_column(file, structure, spec.path, spec.type, spec.dimensions);
+  for (const ColumnSpec& spec : index_columns)
+    columns[spec.path] = read_column(file, structure, spec.path, spec.type, spec.dimensions);
   const Column check = read_column(file, structure, "/check", DType::u64);
   if (check.size() != 1 || check.u64(0) != check_of(columns))
-    throw CorruptError(fmt::format("{} contradicts its /check digest: it was damaged after it was written", path.string()));
+    throw CorruptError(
+        fmt::format("{} contradicts its /check digest: it was damaged after it was written", path.string()));
   return IndexDecoder(columns, path).decode();
 }
 

@@ -52,7 +52,8 @@ Share make_share(const ReplicaAxes& axes, const MeshSpec& mesh, const Shape& coo
 }
 
 /// How many of the `rows` rows of a box of `bytes` bytes, which begins at `begin` on the line, lie before `position`.
-std::int64_t rows_before(std::int64_t position, std::int64_t begin, std::int64_t bytes, std::int64_t rows, std::int64_t split_bytes) {
+std::int64_t rows_before(std::int64_t position, std::int64_t begin, std::int64_t bytes, std::int64_t rows,
+                         std::int64_t split_bytes) {
   const std::int64_t twice = 2 * (position - begin);
   if (bytes <= split_bytes || rows == 1) return twice >= bytes ? rows : 0;
   const std::int64_t row_bytes = bytes / rows;
@@ -129,16 +130,17 @@ void validate(const CheckpointIndex& index) {
   const FormatSizes& sizes = index.sizes;
   if (!is_power_of_two(sizes.block_bytes) || !is_power_of_two(sizes.segment_align) || sizes.block_bytes < 4096 ||
       sizes.segment_align < sizes.block_bytes || sizes.split_bytes < 0)
-    throw ConfigError(fmt::format("block_bytes {} and segment_align {} must be powers of two with 4096 <= block_bytes <= "
-                                  "segment_align, and split_bytes {} not negative",
-                                  sizes.block_bytes, sizes.segment_align, sizes.split_bytes));
+    throw ConfigError(
+        fmt::format("block_bytes {} and segment_align {} must be powers of two with 4096 <= block_bytes <= "
+                    "segment_align, and split_bytes {} not negative",
+                    sizes.block_bytes, sizes.segment_align, sizes.split_bytes));
   if (index.world_size < 1) throw ConfigError(fmt::format("world size {} is not at least 1", index.world_size));
   for (const MeshEntry& mesh : index.meshes) {
     const std::vector<std::int64_t>& ranks = mesh.spec.ranks();
     const std::int64_t highest = ranks.empty() ? mesh.spec.size() - 1 : *std::max_element(ranks.begin(), ranks.end());
     if (highest >= index.world_size)
-      throw ConfigError(fmt::format("mesh \"{}\" ({}) has rank {}, but the world has {} ranks", mesh.name, mesh.spec.to_string(),
-                                    highest, index.world_size));
+      throw ConfigError(fmt::format("mesh \"{}\" ({}) has rank {}, but the world has {} ranks", mesh.name,
+                                    mesh.spec.to_string(), highest, index.world_size));
     if (mesh.roles.size() != mesh.spec.dimensions())
       throw ConfigError(fmt::format("mesh \"{}\" has {} axis roles for {} axes", mesh.name, mesh.roles.size(),
                                     mesh.spec.dimensions()));
@@ -150,16 +152,19 @@ void validate(const CheckpointIndex& index) {
     if (t > 0 && !(index.tensors[t - 1].name < tensor.name))
       throw ConfigError(fmt::format("tensor \"{}\" appears twice or out of order", tensor.name));
     if (tensor.mesh >= index.meshes.size())
-      throw ConfigError(fmt::format("tensor \"{}\" lies on mesh {}, but there are {}", tensor.name, tensor.mesh, index.meshes.size()));
+      throw ConfigError(fmt::format("tensor \"{}\" lies on mesh {}, but there are {}", tensor.name, tensor.mesh,
+                                    index.meshes.size()));
     validate(tensor.spec, index.meshes[tensor.mesh].spec, tensor.name);
     if (tensor.bytes() > max_total_bytes - total)
-      throw ShapeError(fmt::format("tensor \"{}\": with it, the tensors have more than {} bytes", tensor.name, max_total_bytes));
+      throw ShapeError(
+          fmt::format("tensor \"{}\": with it, the tensors have more than {} bytes", tensor.name, max_total_bytes));
     total += tensor.bytes();
     for (const Placement& placement : tensor.spec.placements)
       if (std::holds_alternative<Partial>(placement))
-        throw ConfigError(fmt::format("tensor \"{}\" has placement {}: only finished tensors can be saved, redistribute it to "
-                                      "Replicate or Shard first",
-                                      tensor.name, to_string(placement)));
+        throw ConfigError(
+            fmt::format("tensor \"{}\" has placement {}: only finished tensors can be saved, redistribute it to "
+                        "Replicate or Shard first",
+                        tensor.name, to_string(placement)));
   }
 }
 

@@ -42,8 +42,8 @@ void require_match(const CheckpointReader& reader, const StateDict& state, bool 
   }
   for (const TensorEntry& tensor : index.tensors)
     if (is_strict && !state.tensors.contains(tensor.name))
-      problems += fmt::format("\n  unexpected in the checkpoint: \"{}\" {} {}", tensor.name, to_string(tensor.spec.dtype),
-                              to_string(tensor.spec.shape));
+      problems += fmt::format("\n  unexpected in the checkpoint: \"{}\" {} {}", tensor.name,
+                              to_string(tensor.spec.dtype), to_string(tensor.spec.shape));
   if (!problems.empty())
     throw MismatchError(fmt::format("checkpoint {} does not match the state dict; nothing was changed:{}",
                                     reader.directory().string(), problems));
@@ -86,7 +86,8 @@ void read_tensors(CheckpointReader& reader, const StateDict& state) {
 
 CheckpointIndex load(const std::filesystem::path& directory, const StateDict& state, const LoadOptions& options) {
   using namespace checkpoint;
-  if (state.tensors.empty()) throw ConfigError(fmt::format("checkpoint {}: the state dict has no tensors", directory.string()));
+  if (state.tensors.empty())
+    throw ConfigError(fmt::format("checkpoint {}: the state dict has no tensors", directory.string()));
   const HostCommunicator& host = state.tensors.begin()->second.mesh().host();
   std::optional<CheckpointReader> reader;
   host.collectively([&] {

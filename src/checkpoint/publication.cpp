@@ -41,7 +41,8 @@ Publication::Publication(const std::filesystem::path& target, const std::string&
     : target_(without_trailing_slash(target)) {
   const std::string leaf = target_.filename().string();
   if (leaf.empty() || leaf.front() == '.')
-    throw ConfigError(fmt::format("checkpoint name \"{}\" is empty or begins with '.': such names are never loaded", target.string()));
+    throw ConfigError(fmt::format("checkpoint name \"{}\" is empty or begins with '.': such names are never loaded",
+                                  target.string()));
   partial_ = target_.parent_path() / fmt::format(".{}.partial-{}", leaf, save_id);
 }
 

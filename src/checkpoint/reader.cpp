@@ -52,13 +52,16 @@ struct CheckpointReader::Source {
 void require_block(std::uint64_t found, const ShardTables& shard, DType dtype, std::int64_t block) {
   const std::uint64_t expected = shard.block_crcs[dtype][static_cast<std::size_t>(block)];
   if (found != expected)
-    throw CorruptError(fmt::format("{}: block {} of the {} data has CRC {:016x}, but {:016x} was recorded: its bytes changed after "
-                                   "they were written; use another checkpoint",
-                                   shard.path.string(), block, to_string(dtype), found, expected));
+    throw CorruptError(
+        fmt::format("{}: block {} of the {} data has CRC {:016x}, but {:016x} was recorded: its bytes changed after "
+                    "they were written; use another checkpoint",
+                    shard.path.string(), block, to_string(dtype), found, expected));
 }
 
 CheckpointReader::CheckpointReader(std::filesystem::path directory)
-    : directory_(std::move(directory)), index_(read_index(directory_)), file_of_rank_(static_cast<std::size_t>(index_.world_size)) {
+    : directory_(std::move(directory)),
+      index_(read_index(directory_)),
+      file_of_rank_(static_cast<std::size_t>(index_.world_size)) {
   for (std::size_t f = 0; f < index_.files.size(); ++f)
     for (const std::int64_t rank : index_.files[f].ranks) file_of_rank_[static_cast<std::size_t>(rank)] = f;
 }
@@ -112,9 +115,11 @@ std::vector<CheckpointReader::Source> CheckpointReader::find_sources(std::span<c
 void CheckpointReader::read(std::span<const BoxRequest> requests) {
   std::vector<Source> sources = find_sources(requests);
   const auto arena = [](const Source& source) { return std::tuple(source.file, source.dtype); };
-  std::stable_sort(sources.begin(), sources.end(), [&](const Source& a, const Source& b) { return arena(a) < arena(b); });
+  std::stable_sort(sources.begin(), sources.end(),
+                   [&](const Source& a, const Source& b) { return arena(a) < arena(b); });
   for (auto begin = sources.begin(); begin != sources.end();) {
-    const auto end = std::find_if(begin, sources.end(), [&](const Source& source) { return arena(source) != arena(*begin); });
+    const auto end =
+        std::find_if(begin, sources.end(), [&](const Source& source) { return arena(source) != arena(*begin); });
     read_arena(begin->file, begin->dtype, {begin, end});
     begin = end;
   }

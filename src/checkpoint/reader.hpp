@@ -21,8 +21,8 @@ struct BoxRequest {
   std::byte* target = nullptr;
 };
 
-/// Takes tensor bytes out of a checkpoint, whatever ranks wrote them. Opens one file at a time; keeps the tables of those
-/// it has used. Every byte it hands out lies in a block whose CRC was checked.
+/// Takes tensor bytes out of a checkpoint, whatever ranks wrote them. Opens one file at a time; keeps the tables of
+/// those it has used. Every byte it hands out lies in a block whose CRC was checked.
 class CheckpointReader {
  public:
   /// Reads the index; throws as read_index.
@@ -36,8 +36,8 @@ class CheckpointReader {
   /// The proved tables of a file. Throws as read_shard.
   const ShardTables& shard(std::size_t file);
 
-  /// Fills all targets: files one after the other, each block read once, in ascending order. Throws IoError or CorruptError, with
-  /// targets undefined.
+  /// Fills all targets: files one after the other, each block read once, in ascending order. Throws IoError or
+  /// CorruptError, with targets undefined.
   void read(std::span<const BoxRequest> requests);
 
   /// Tensor bytes read from files so far.

@@ -24,7 +24,8 @@ std::size_t rescaled_axis(const MeshEntry& mesh) {
   for (std::size_t a = 0; a < mesh.roles.size(); ++a)
     if (mesh.roles[a] == AxisRole::shard) return a;
   if (mesh.spec.dimensions() == 1) return 0;
-  throw ConfigError(fmt::format("mesh \"{}\" ({}) has no FSDP shard axis to rescale", mesh.name, mesh.spec.to_string()));
+  throw ConfigError(
+      fmt::format("mesh \"{}\" ({}) has no FSDP shard axis to rescale", mesh.name, mesh.spec.to_string()));
 }
 
 MeshEntry rescale(const MeshEntry& mesh, std::int64_t world_size) {
@@ -32,8 +33,8 @@ MeshEntry rescale(const MeshEntry& mesh, std::int64_t world_size) {
   std::vector<MeshAxis> axes = mesh.spec.axes();
   const std::int64_t others = mesh.spec.size() / axes[axis].size;
   if (world_size < 1 || world_size % others != 0)
-    throw ConfigError(fmt::format("mesh \"{}\" ({}) cannot have {} ranks: its other axes need a multiple of {}", mesh.name,
-                                  mesh.spec.to_string(), world_size, others));
+    throw ConfigError(fmt::format("mesh \"{}\" ({}) cannot have {} ranks: its other axes need a multiple of {}",
+                                  mesh.name, mesh.spec.to_string(), world_size, others));
   axes[axis].size = world_size / others;
   return {mesh.name, MeshSpec(std::move(axes)), mesh.roles};
 }
@@ -84,7 +85,8 @@ void fetch(CheckpointReader& reader, const CheckpointIndex& target, std::span<co
 
 }  // namespace checkpoint
 
-ReshardReport reshard(const std::filesystem::path& source, const std::filesystem::path& target, const ReshardOptions& options) {
+ReshardReport reshard(const std::filesystem::path& source, const std::filesystem::path& target,
+                      const ReshardOptions& options) {
   using namespace checkpoint;
   CheckpointReader reader(source);
   ReshardReport report{reader.index(), describe_target(reader.index(), options.world_size)};
@@ -109,14 +111,16 @@ ReshardReport reshard(const std::filesystem::path& source, const std::filesystem
                                                    done += static_cast<std::int64_t>(request.target.size());
                                                  if (options.progress) options.progress(done, total);
                                                });
-      for (std::size_t p = 0; p < plan.pieces.size(); ++p) index.tensors[plan.pieces[p].tensor].digest ^= written.digests[p];
+      for (std::size_t p = 0; p < plan.pieces.size(); ++p)
+        index.tensors[plan.pieces[p].tensor].digest ^= written.digests[p];
       index.files.push_back({written.file_size, {rank}});
       index.segments.push_back(written.segments);
     }
     for (std::size_t t = 0; t < index.tensors.size(); ++t)
       if (index.tensors[t].digest != report.source.tensors[t].digest)
-        throw CorruptError(fmt::format("{}: tensor \"{}\" has content digest {:016x}, but its index says {:016x}", source.string(),
-                                       index.tensors[t].name, index.tensors[t].digest, report.source.tensors[t].digest));
+        throw CorruptError(fmt::format("{}: tensor \"{}\" has content digest {:016x}, but its index says {:016x}",
+                                       source.string(), index.tensors[t].name, index.tensors[t].digest,
+                                       report.source.tensors[t].digest));
     write_index(publication.partial(), index);
     publication.publish();
   } catch (...) {

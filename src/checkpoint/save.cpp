@@ -35,7 +35,8 @@ std::int64_t step_of(const StateDict& state, const SaveOptions& options) {
 }
 
 /// What will be saved: everything of the index that is known before a byte is written.
-CheckpointIndex describe(const StateDict& state, const SaveOptions& options, std::int64_t world_size, std::string save_id) {
+CheckpointIndex describe(const StateDict& state, const SaveOptions& options, std::int64_t world_size,
+                         std::string save_id) {
   if (!options.metadata.empty() && !nlohmann::json::accept(options.metadata))
     throw ConfigError("the checkpoint's metadata is not JSON text");
   CheckpointIndex index;
@@ -51,9 +52,10 @@ CheckpointIndex describe(const StateDict& state, const SaveOptions& options, std
     if (it == meshes.end()) {
       const DeviceMesh& mesh = tensor.mesh();
       if (mesh.size() != world_size)
-        throw ConfigError(fmt::format("tensor \"{}\" lies on a mesh of {} ranks ({}), but the checkpoint is saved by {}: all meshes "
-                                      "of a state dict must span the same ranks",
-                                      name, mesh.size(), mesh.spec().to_string(), world_size));
+        throw ConfigError(
+            fmt::format("tensor \"{}\" lies on a mesh of {} ranks ({}), but the checkpoint is saved by {}: all meshes "
+                        "of a state dict must span the same ranks",
+                        name, mesh.size(), mesh.spec().to_string(), world_size));
       index.meshes.push_back({mesh.name(), mesh.spec(), mesh.axis_roles()});
       it = meshes.insert(meshes.end(), mesh);
     }
@@ -65,9 +67,10 @@ CheckpointIndex describe(const StateDict& state, const SaveOptions& options, std
   return index;
 }
 
-/// Copies a range of a piece out of this rank's tensors. A piece is whole rows of the first dimension of the local box that
-/// has more than one, so it is contiguous there.
-void fetch(const CheckpointIndex& index, const StateDict& state, const ExecutionSpace& exec, std::span<const PieceRequest> requests) {
+/// Copies a range of a piece out of this rank's tensors. A piece is whole rows of the first dimension of the local box
+/// that has more than one, so it is contiguous there.
+void fetch(const CheckpointIndex& index, const StateDict& state, const ExecutionSpace& exec,
+           std::span<const PieceRequest> requests) {
   for (const PieceRequest& request : requests) {
     const DTensor& tensor = state.tensors.at(index.tensors[request.piece->tensor].name);
     const Box& box = tensor.box();
@@ -131,9 +134,10 @@ void agree_on_plan(const HostCommunicator& host, const std::exception_ptr& error
   if (lowest[1] != ~lowest[2]) raise_disagreement(host, index);
 }
 
-/// Then everybody's part of what the index still lacks, in one xor: a rank contributes to the digests of its pieces, and its own
-/// file's size and segment lengths.
-void exchange_results(const HostCommunicator& host, const RankPlan& plan, const WrittenShard& written, CheckpointIndex& index) {
+/// Then everybody's part of what the index still lacks, in one xor: a rank contributes to the digests of its pieces,
+/// and its own file's size and segment lengths.
+void exchange_results(const HostCommunicator& host, const RankPlan& plan, const WrittenShard& written,
+                      CheckpointIndex& index) {
   constexpr std::size_t per_rank = 1 + std::size(all_dtypes);
   const std::size_t tensors = index.tensors.size();
   const auto world = static_cast<std::size_t>(host.size());
@@ -159,7 +163,8 @@ void exchange_results(const HostCommunicator& host, const RankPlan& plan, const 
 
 void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options) {
   using namespace checkpoint;
-  if (state.tensors.empty()) throw ConfigError(fmt::format("checkpoint {}: the state dict has no tensors", target.string()));
+  if (state.tensors.empty())
+    throw ConfigError(fmt::format("checkpoint {}: the state dict has no tensors", target.string()));
   const DeviceMesh& mesh = state.tensors.begin()->second.mesh();
   const HostCommunicator& host = mesh.host();
   const std::string save_id = mesh.next_save_id();

@@ -17,7 +17,8 @@ void SegmentDigest::PieceRuns::take(std::uint64_t crc, std::int64_t count) {
   taken_ = 0;
 }
 
-SegmentDigest::SegmentDigest(const CheckpointIndex& index, const RankPlan& plan, DType dtype) : index_(index), plan_(plan) {
+SegmentDigest::SegmentDigest(const CheckpointIndex& index, const RankPlan& plan, DType dtype)
+    : index_(index), plan_(plan) {
   for (std::size_t p = 0; p < plan.pieces.size(); ++p)
     if (index.tensors[plan.pieces[p].tensor].spec.dtype == dtype) pieces_.push_back(p);
 }
@@ -28,7 +29,8 @@ std::uint64_t SegmentDigest::add_block(std::span<const std::byte> block) {
   RunDigest digest;
   std::int64_t at = begin;
   const auto digest_up_to = [&](std::int64_t to) {
-    const std::uint64_t crc = crc64(block.subspan(static_cast<std::size_t>(at - begin), static_cast<std::size_t>(to - at)));
+    const std::uint64_t crc =
+        crc64(block.subspan(static_cast<std::size_t>(at - begin), static_cast<std::size_t>(to - at)));
     digest.add(crc, static_cast<std::uint64_t>(to - begin));
     at = to;
     return crc;

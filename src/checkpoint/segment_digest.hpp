@@ -14,8 +14,8 @@
 
 namespace fsdp2::checkpoint {
 
-/// Both digests of one rank's segment of one dtype in one pass over its bytes: the CRC of every block, and the contribution
-/// of every piece to its tensor's digest.
+/// Both digests of one rank's segment of one dtype in one pass over its bytes: the CRC of every block, and the
+/// contribution of every piece to its tensor's digest.
 class SegmentDigest {
  public:
   /// The index and the plan must outlive it.

@@ -57,7 +57,8 @@ std::string escape_name(std::string_view name) {
   for (std::size_t i = 0; i < name.size();) {
     const std::size_t length = utf8_length(name.substr(i));
     const auto byte = static_cast<unsigned char>(name[i]);
-    const bool is_plain = length > 0 && byte >= 0x20 && byte != 0x7f && byte != '/' && byte != '%' && !(i == 0 && byte == '.');
+    const bool is_plain =
+        length > 0 && byte >= 0x20 && byte != 0x7f && byte != '/' && byte != '%' && !(i == 0 && byte == '.');
     if (is_plain)
       escaped += name.substr(i, length);
     else
@@ -67,7 +68,8 @@ std::string escape_name(std::string_view name) {
   return escaped;
 }
 
-std::vector<std::uint64_t> header_of(const CheckpointIndex& index, std::size_t file, std::size_t files, std::size_t ranks) {
+std::vector<std::uint64_t> header_of(const CheckpointIndex& index, std::size_t file, std::size_t files,
+                                     std::size_t ranks) {
   const auto [high, low] = save_id_halves(index.save_id);
   return {format_version,
           unsigned_of(index.world_size),
@@ -120,8 +122,8 @@ Columns encode_table(const CheckpointIndex& index, std::span<const RankPlan* con
 }
 
 /// The rows of /ranks for the same ranks.
-Column encode_ranks(const CheckpointIndex& index, std::span<const std::int64_t> ranks, std::span<const RankPlan* const> plans,
-                    std::span<const PerDType<Segment>* const> segments) {
+Column encode_ranks(const CheckpointIndex& index, std::span<const std::int64_t> ranks,
+                    std::span<const RankPlan* const> plans, std::span<const PerDType<Segment>* const> segments) {
   std::vector<std::uint64_t> rows;
   std::uint64_t row = 0;
   std::uint64_t name_byte = 0;
@@ -130,7 +132,8 @@ Column encode_ranks(const CheckpointIndex& index, std::span<const std::int64_t> 
     rows.insert(rows.end(), {unsigned_of(ranks[r]), row, plans[r]->pieces.size(), name_byte, shape_entry, 0, 0, 0, 0});
     for (const DType dtype : all_dtypes) {
       const Segment& segment = (*segments[r])[dtype];
-      rows.insert(rows.end(), {unsigned_of(segment.start), unsigned_of(plans[r]->used[dtype]), unsigned_of(segment.length)});
+      rows.insert(rows.end(),
+                  {unsigned_of(segment.start), unsigned_of(plans[r]->used[dtype]), unsigned_of(segment.length)});
     }
     row += plans[r]->pieces.size();
     for (const Piece& piece : plans[r]->pieces) {
@@ -223,7 +226,8 @@ class SegmentStream {
       fill(begin, begin + count);
       const std::span<const std::byte> bytes = window_.first(static_cast<std::size_t>(count));
       for (std::int64_t block = 0; block < count; block += block_bytes_)
-        crcs.push_back(digest_.add_block(bytes.subspan(static_cast<std::size_t>(block), static_cast<std::size_t>(block_bytes_))));
+        crcs.push_back(
+            digest_.add_block(bytes.subspan(static_cast<std::size_t>(block), static_cast<std::size_t>(block_bytes_))));
       file.write(bytes, offset + begin);
       begin += count;
       if (begin - paced >= writeback_bytes) {
@@ -246,8 +250,9 @@ class SegmentStream {
       const std::int64_t from = std::max(piece.start, begin);
       const std::int64_t to = std::min(piece.start + piece.bytes, end);
       clear(at - begin, from - begin);
-      requests.push_back({&piece, from - piece.start,
-                          window_.subspan(static_cast<std::size_t>(from - begin), static_cast<std::size_t>(to - from))});
+      requests.push_back(
+          {&piece, from - piece.start,
+           window_.subspan(static_cast<std::size_t>(from - begin), static_cast<std::size_t>(to - from))});
       at = to;
       if (piece.start + piece.bytes <= end) next_piece_ = i + 1;
     }
@@ -287,7 +292,8 @@ WrittenShard write_shard(const std::filesystem::path& directory, const Checkpoin
   result.digests.assign(plan.pieces.size(), 0);
   const auto files = static_cast<std::size_t>(index.world_size);
   const auto file_number = static_cast<std::size_t>(rank);
-  for (const DType dtype : all_dtypes) result.segments[dtype] = {0, align_up(plan.used[dtype], index.sizes.segment_align)};
+  for (const DType dtype : all_dtypes)
+    result.segments[dtype] = {0, align_up(plan.used[dtype], index.sizes.segment_align)};
 
   const RankPlan* const plans[] = {&plan};
   const PerDType<Segment>* const segments[] = {&result.segments};
@@ -345,7 +351,9 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
   ShardTables tables;
   tables.path = directory / shard_file_name(file_number, index.files.size());
   const FileEntry& entry = index.files[file_number];
-  const auto refuse = [&](std::string_view why) { throw CorruptError(fmt::format("{}: {}", tables.path.string(), why)); };
+  const auto refuse = [&](std::string_view why) {
+    throw CorruptError(fmt::format("{}: {}", tables.path.string(), why));
+  };
   const Hdf5Structure structure(tables.path);
   if (structure.file_size() != entry.size)
     refuse(fmt::format("has {} bytes, but the index says {}", structure.file_size(), entry.size));
@@ -361,8 +369,8 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
   }
   // Everything but digests follows from the index: what the file must say is known before it is read.
   Columns expected = encode_table(index, plans, segments);
-  expected["/header"] = Column(
-      std::span<const std::uint64_t>(header_of(index, file_number, index.files.size(), entry.ranks.size())));
+  expected["/header"] =
+      Column(std::span<const std::uint64_t>(header_of(index, file_number, index.files.size(), entry.ranks.size())));
   expected["/ranks"] = encode_ranks(index, entry.ranks, plans, segments);
 
   Columns columns;
@@ -370,8 +378,9 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
   if (columns["/header"].bytes != expected["/header"].bytes) {
     const Column& header = columns["/header"];
     if (header.size() == expected["/header"].size() && save_id_text(header.u64(9), header.u64(10)) != index.save_id)
-      refuse(fmt::format("belongs to save {} (step {}), but the index to save {} (step {}): files of two checkpoints are mixed",
-                         save_id_text(header.u64(9), header.u64(10)), header.i64(5), index.save_id, index.step));
+      refuse(fmt::format(
+          "belongs to save {} (step {}), but the index to save {} (step {}): files of two checkpoints are mixed",
+          save_id_text(header.u64(9), header.u64(10)), header.i64(5), index.save_id, index.step));
     refuse("its header disagrees with the index: it is damaged, or files are swapped");
   }
   columns["/ranks"] = read_column(file, structure, "/ranks", DType::u64, 2);
@@ -390,7 +399,8 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
     tables.arena_offset[dtype] = arena->offset;
     Column blocks = read_column(file, structure, blocks_path(dtype), DType::u64);
     if (static_cast<std::int64_t>(blocks.size()) != length / index.sizes.block_bytes)
-      refuse(fmt::format("{} has {} entries: expected {}", blocks_path(dtype), blocks.size(), length / index.sizes.block_bytes));
+      refuse(fmt::format("{} has {} entries: expected {}", blocks_path(dtype), blocks.size(),
+                         length / index.sizes.block_bytes));
     for (std::size_t i = 0; i < blocks.size(); ++i) tables.block_crcs[dtype].push_back(blocks.u64(i));
     columns[blocks_path(dtype)] = std::move(blocks);
   }
@@ -414,22 +424,25 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
     next_local += rows;
     for (std::size_t f = 0; f < rank_fields; ++f)
       if ((f < 5 || f > 8) && field(f) != expected["/ranks"].u64(r * rank_fields + f))
-        refuse(fmt::format("/ranks disagrees with the index about rank {}: column {} is {}, expected {}", entry.ranks[r], f,
-                           field(f), expected["/ranks"].u64(r * rank_fields + f)));
+        refuse(fmt::format("/ranks disagrees with the index about rank {}: column {} is {}, expected {}",
+                           entry.ranks[r], f, field(f), expected["/ranks"].u64(r * rank_fields + f)));
   }
   if (next_local != local_rows) refuse("/ranks and /rank_local contradict each other");
   for (const auto& [path, column] : expected)
     if (path.starts_with("/table/") && path != "/table/digest" && columns[path].bytes != column.bytes)
       refuse(fmt::format("{} is not what the index implies: the table is damaged", path));
-  if (columns["/table/digest"].size() != expected["/table/digest"].size()) refuse("/table/digest has another length than the table");
+  if (columns["/table/digest"].size() != expected["/table/digest"].size())
+    refuse("/table/digest has another length than the table");
 
   const Column check = read_column(file, structure, "/check", DType::u64);
-  if (check.size() != entry.ranks.size()) refuse(fmt::format("/check has {} entries: expected {}", check.size(), entry.ranks.size()));
+  if (check.size() != entry.ranks.size())
+    refuse(fmt::format("/check has {} entries: expected {}", check.size(), entry.ranks.size()));
   std::size_t row = 0;
   for (std::size_t r = 0; r < entry.ranks.size(); ++r) {
     if (check.u64(r) != check_of_rank(columns, r, index.sizes.block_bytes))
-      refuse(fmt::format("the tables of rank {} contradict their /check digest: the file was damaged after it was written",
-                         entry.ranks[r]));
+      refuse(
+          fmt::format("the tables of rank {} contradict their /check digest: the file was damaged after it was written",
+                      entry.ranks[r]));
     std::vector<std::uint64_t>& digests = tables.digests.emplace_back();
     for (std::size_t p = 0; p < plans[r]->pieces.size(); ++p) digests.push_back(columns["/table/digest"].u64(row++));
   }

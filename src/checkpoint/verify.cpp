@@ -16,8 +16,8 @@ namespace checkpoint {
 namespace {
 
 /// Reads every block of one rank; returns the contributions of its pieces. The first bad block ends it.
-std::vector<std::uint64_t> read_rank(CheckpointReader& reader, const ShardTables& shard, const File& file, std::int64_t rank,
-                                     std::int64_t& bytes) {
+std::vector<std::uint64_t> read_rank(CheckpointReader& reader, const ShardTables& shard, const File& file,
+                                     std::int64_t rank, std::int64_t& bytes) {
   const CheckpointIndex& index = reader.index();
   const RankPlan& plan = reader.plan(rank);
   std::vector<std::uint64_t> digests(plan.pieces.size(), 0);
@@ -80,8 +80,9 @@ VerifyReport verify(const std::filesystem::path& directory, const VerifyOptions&
       for (std::size_t p = 0; p < pieces.size(); ++p) {
         digests[pieces[p].tensor] ^= found[p];
         if (found[p] != recorded[p])
-          throw CorruptError(fmt::format("{}: tensor \"{}\" contributes {:016x} to its digest, but {:016x} was recorded",
-                                         shard.path.string(), index.tensors[pieces[p].tensor].name, found[p], recorded[p]));
+          throw CorruptError(
+              fmt::format("{}: tensor \"{}\" contributes {:016x} to its digest, but {:016x} was recorded",
+                          shard.path.string(), index.tensors[pieces[p].tensor].name, found[p], recorded[p]));
       }
     }
   };

@@ -21,7 +21,8 @@ MPI_Comm duplicate(MPI_Comm comm, std::string_view group) {
   int is_initialized = 0;
   check_mpi(MPI_Initialized(&is_initialized), "MPI_Initialized", group);
   if (is_initialized == 0)
-    throw ConfigError(fmt::format("group \"{}\" needs MPI: call MPI_Init before making it, or use a mesh of one rank", group));
+    throw ConfigError(
+        fmt::format("group \"{}\" needs MPI: call MPI_Init before making it, or use a mesh of one rank", group));
   MPI_Comm copy = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup", group);
   check_mpi(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", group);

@@ -8,7 +8,8 @@
 
 namespace fsdp2 {
 
-/// Throws CommError with MPI's own text unless `code` is MPI_SUCCESS. `call` names the function, `group` the communicator.
+/// Throws CommError with MPI's own text unless `code` is MPI_SUCCESS. `call` names the function, `group` the
+/// communicator.
 void check_mpi(int code, std::string_view call, std::string_view group);
 
 /// A duplicate of `comm` that returns error codes instead of aborting: the caller's handler is left alone. Collective.

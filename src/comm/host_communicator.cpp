@@ -68,14 +68,14 @@ HostCommunicator::HostCommunicator(MPI_Comm comm, std::string name) : name_(std:
 
 void HostCommunicator::all_reduce(std::span<std::uint64_t> values, MPI_Op op) const {
   if (size_ == 1) return;
-  check_mpi(MPI_Allreduce(MPI_IN_PLACE, values.data(), checked_count(values.size()), MPI_UINT64_T, op, comm_), "MPI_Allreduce",
-            name_);
+  check_mpi(MPI_Allreduce(MPI_IN_PLACE, values.data(), checked_count(values.size()), MPI_UINT64_T, op, comm_),
+            "MPI_Allreduce", name_);
 }
 
 void HostCommunicator::broadcast(std::span<std::uint64_t> values, std::int64_t root) const {
   if (size_ == 1) return;
-  check_mpi(MPI_Bcast(values.data(), checked_count(values.size()), MPI_UINT64_T, static_cast<int>(root), comm_), "MPI_Bcast",
-            name_);
+  check_mpi(MPI_Bcast(values.data(), checked_count(values.size()), MPI_UINT64_T, static_cast<int>(root), comm_),
+            "MPI_Bcast", name_);
 }
 
 void HostCommunicator::broadcast(std::string& text, std::int64_t root) const {

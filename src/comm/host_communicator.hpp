@@ -38,8 +38,8 @@ class HostCommunicator {
   std::vector<std::string> all_gather(const std::string& text) const;
   void barrier() const;
 
-  /// Runs `body` on every rank; if it throws on any, the error of the lowest such rank is thrown on all of them, with its
-  /// type, and its rank in front of the message. The one way in which an error of one rank becomes everybody's.
+  /// Runs `body` on every rank; if it throws on any, the error of the lowest such rank is thrown on all of them, with
+  /// its type, and its rank in front of the message. The one way in which an error of one rank becomes everybody's.
   template <class Body>
   void collectively(Body&& body) const {
     std::exception_ptr error;

@@ -131,13 +131,14 @@ class MpiWork : public detail::PendingWork {
   bool test() override {
     int is_done = 1;
     if (!requests_.empty())
-      check_mpi(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &is_done, MPI_STATUSES_IGNORE), "MPI_Testall",
-                group_);
+      check_mpi(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &is_done, MPI_STATUSES_IGNORE),
+                "MPI_Testall", group_);
     return is_done != 0;
   }
   void wait() override {
     if (!requests_.empty())
-      check_mpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE), "MPI_Waitall", group_);
+      check_mpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE), "MPI_Waitall",
+                group_);
     requests_.clear();
     for (const auto& step : steps_) step(exec_);
     steps_.clear();
@@ -225,8 +226,9 @@ class MpiCommunicator : public Communicator {
     const ByteType type(mine.bytes(), name_);
     std::byte* receive = work->target(padded);
     place_contribution(exec, receive + rank_ * mine.bytes(), mine);
-    check_mpi(MPI_Iallgather(MPI_IN_PLACE, 0, MPI_BYTE, receive, type.count(), type.type(), comm_, &work->add_request()),
-              "MPI_Iallgather", name_);
+    check_mpi(
+        MPI_Iallgather(MPI_IN_PLACE, 0, MPI_BYTE, receive, type.count(), type.type(), comm_, &work->add_request()),
+        "MPI_Iallgather", name_);
     work->at_end([buffer, used](const ExecutionSpace& space) { kernels::copy(space, buffer, used); });
     return finish(std::move(work));
   }
@@ -240,8 +242,8 @@ class MpiCommunicator : public Communicator {
     std::byte* data = rank_ == root ? work->source(buffer) : work->target(buffer);
     for (std::int64_t begin = 0; begin < buffer.bytes(); begin += max_call_bytes) {
       const auto count = static_cast<int>(std::min(max_call_bytes, buffer.bytes() - begin));
-      check_mpi(MPI_Ibcast(data + begin, count, MPI_BYTE, static_cast<int>(root), comm_, &work->add_request()), "MPI_Ibcast",
-                name_);
+      check_mpi(MPI_Ibcast(data + begin, count, MPI_BYTE, static_cast<int>(root), comm_, &work->add_request()),
+                "MPI_Ibcast", name_);
     }
     return finish(std::move(work));
   }
@@ -269,8 +271,8 @@ class MpiCommunicator : public Communicator {
     if (comm_ == MPI_COMM_NULL) return std::make_unique<MpiCommunicator>(MPI_COMM_NULL, std::move(name), options_);
     if (color < 0 || color > std::numeric_limits<int>::max() || key < std::numeric_limits<int>::min() ||
         key > std::numeric_limits<int>::max())
-      throw CommError(fmt::format("split of group \"{}\": color {} and key {} must fit MPI's int, color not negative", name_,
-                                  color, key));
+      throw CommError(fmt::format("split of group \"{}\": color {} and key {} must fit MPI's int, color not negative",
+                                  name_, color, key));
     MPI_Comm part = MPI_COMM_NULL;
     check_mpi(MPI_Comm_split(comm_, static_cast<int>(color), static_cast<int>(key), &part), "MPI_Comm_split", name_);
     check_mpi(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", name);
@@ -297,10 +299,11 @@ class MpiCommunicator : public Communicator {
     require_open();
     for (const Transfer& transfer : transfers)
       if (transfer.send.dtype() != transfer.receive.dtype() ||
-          checked_multiply(transfer.send.numel(), receive_factor) != checked_multiply(transfer.receive.numel(), send_factor))
-        throw ShapeError(fmt::format("{} on group \"{}\" of {} ranks: {} {} cannot be sent into {} {}", verb, name_, size_,
-                                     transfer.send.numel(), to_string(transfer.send.dtype()), transfer.receive.numel(),
-                                     to_string(transfer.receive.dtype())));
+          checked_multiply(transfer.send.numel(), receive_factor) !=
+              checked_multiply(transfer.receive.numel(), send_factor))
+        throw ShapeError(fmt::format("{} on group \"{}\" of {} ranks: {} {} cannot be sent into {} {}", verb, name_,
+                                     size_, transfer.send.numel(), to_string(transfer.send.dtype()),
+                                     transfer.receive.numel(), to_string(transfer.receive.dtype())));
   }
 
   /// Before anything is sent, and for any number of ranks.
@@ -328,7 +331,7 @@ class MpiCommunicator : public Communicator {
 
   /// Puts an in-place contribution where MPI expects it: already there, unless the memory is staged.
   static void place_contribution([[maybe_unused]] const ExecutionSpace& exec, [[maybe_unused]] std::byte* target,
-                           [[maybe_unused]] const Tensor& part) {
+                                 [[maybe_unused]] const Tensor& part) {
     if constexpr (!compat::host_accessible<MemorySpace>) kernels::copy_to_host(exec, target, part);
   }
 

@@ -139,7 +139,8 @@ TEST_F(CheckpointErrors, RanksThatDisagree) {
   message = save_error<MismatchError>(scratch / "dtypes", dtypes);
   EXPECT_CONTAINS(message, "i32");
 
-  message = save_error<MismatchError>(scratch / "steps", weights(), {.step = is_last ? 1 : 2, .metadata = {}, .sizes = {}});
+  message =
+      save_error<MismatchError>(scratch / "steps", weights(), {.step = is_last ? 1 : 2, .metadata = {}, .sizes = {}});
   EXPECT_CONTAINS(message, "step");
   EXPECT_EQ(names_in(scratch.path()), std::vector<std::string>{});
 }
@@ -150,7 +151,8 @@ TEST_F(CheckpointErrors, AllMismatchesAreListedAndNothingChanges) {
   add_tensor(state, mesh, "a.weight", DType::f64, {64, 34}, {Shard{0}}, true);
   add_tensor(state, mesh, "missing", DType::f32, {3}, {Replicate{}}, true);
   const std::string message = load_error<MismatchError>(scratch / "saved", state);
-  for (const char* part : {"a.weight", "[64, 33]", "[64, 34]", "f32", "f64", "missing", "b.bias", "nothing was changed"})
+  for (const char* part :
+       {"a.weight", "[64, 33]", "[64, 34]", "f32", "f64", "missing", "b.bias", "nothing was changed"})
     EXPECT_CONTAINS(message, part);
   testing::expect_values(state);
 }
@@ -183,7 +185,10 @@ TEST_F(CheckpointErrors, TruncatedFiles) {
     for (const double part : {0.0, 0.3, 0.999}) {
       const Bytes whole = file_bytes(scratch / "saved" / name);
       host().barrier();
-      on_rank_0([&] { fs::resize_file(scratch / "saved" / name, static_cast<std::uintmax_t>(part * static_cast<double>(whole.size()))); });
+      on_rank_0([&] {
+        fs::resize_file(scratch / "saved" / name,
+                        static_cast<std::uintmax_t>(part * static_cast<double>(whole.size())));
+      });
       const std::string message = load_error<CorruptError>(scratch / "saved", weights());
       EXPECT_CONTAINS(message, name);
       on_rank_0([&] { write_file(scratch / "saved" / name, whole); });
@@ -194,7 +199,9 @@ TEST_F(CheckpointErrors, TruncatedFiles) {
 TEST_F(CheckpointErrors, SwappedAndMixedShards) {
   save_weights(scratch / "one");
   save_weights(scratch / "two");
-  on_rank_0([&] { fs::copy_file(scratch / "one" / shard(0), scratch / "two" / shard(0), fs::copy_options::overwrite_existing); });
+  on_rank_0([&] {
+    fs::copy_file(scratch / "one" / shard(0), scratch / "two" / shard(0), fs::copy_options::overwrite_existing);
+  });
   EXPECT_CONTAINS(load_error<CorruptError>(scratch / "two", weights()), "mixed");
   if (size() == 1) return;
   on_rank_0([&] {

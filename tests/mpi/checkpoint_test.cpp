@@ -66,8 +66,8 @@ StateDict all_kinds(const DeviceMesh& mesh, bool has_values) {
       const std::string name = fmt::format("{}.{}", to_string(dtype), to_string(shape));
       add_tensor(state, mesh, name + ".replicated", dtype, shape, {Replicate{}}, has_values);
       for (std::size_t dim = 0; dim < std::min<std::size_t>(shape.size(), 2); ++dim)
-        add_tensor(state, mesh, fmt::format("{}.shard{}", name, dim), dtype, shape, {Shard{static_cast<std::int64_t>(dim)}},
-                   has_values);
+        add_tensor(state, mesh, fmt::format("{}.shard{}", name, dim), dtype, shape,
+                   {Shard{static_cast<std::int64_t>(dim)}}, has_values);
     }
   return state;
 }
@@ -75,7 +75,8 @@ StateDict all_kinds(const DeviceMesh& mesh, bool has_values) {
 /// The content digests, computed without the checkpoint's code but for the CRC.
 void expect_plain_digests(const CheckpointIndex& index) {
   for (const TensorEntry& tensor : index.tensors) {
-    const Bytes bytes = testing::box_bytes(tensor.name, tensor.spec.dtype, tensor.spec.shape, Box::whole(tensor.spec.shape));
+    const Bytes bytes =
+        testing::box_bytes(tensor.name, tensor.spec.dtype, tensor.spec.shape, Box::whole(tensor.spec.shape));
     EXPECT_EQ(tensor.digest, checkpoint::crc64(bytes)) << tensor.name;
   }
 }
@@ -84,7 +85,8 @@ TEST(Checkpoint, SavedAtAnyWorldSizeLoadsAtAnyOther) {
   const ScratchDirectory scratch;
   for (int saved = 1; saved <= world_size(); ++saved) {
     const FirstRanks ranks({{"dp", saved}});
-    if (ranks.mesh()) save(scratch / fmt::format("w{}", saved), all_kinds(*ranks.mesh(), true), {.sizes = small_blocks()});
+    if (ranks.mesh())
+      save(scratch / fmt::format("w{}", saved), all_kinds(*ranks.mesh(), true), {.sizes = small_blocks()});
   }
   for (int loaded = 1; loaded <= world_size(); ++loaded) {
     const FirstRanks ranks({{"dp", loaded}});
@@ -112,7 +114,8 @@ TEST(Checkpoint, VerifiesAndReshardsToAnyWorldSize) {
       for (const std::int64_t memory : {std::int64_t{1}, std::int64_t{1} << 20}) {
         SCOPED_TRACE(fmt::format("to {} ranks with {} bytes", ranks, memory));
         const std::filesystem::path target = scratch / fmt::format("to{}-{}", ranks, memory);
-        const ReshardReport report = reshard(scratch / "saved", target, {.world_size = ranks, .memory_bytes = memory, .progress = {}});
+        const ReshardReport report =
+            reshard(scratch / "saved", target, {.world_size = ranks, .memory_bytes = memory, .progress = {}});
         expect_plain_digests(report.target);
         const VerifyReport verified = verify(target);
         EXPECT_TRUE(verified.is_valid()) << verified.problems.front();
@@ -129,7 +132,8 @@ TEST(Checkpoint, VerifiesAndReshardsToAnyWorldSize) {
   expect_values(state);
 }
 
-/// Larger than blocks, so that pieces, runs and blocks cut each other everywhere; on 2-D meshes, with both split orders.
+/// Larger than blocks, so that pieces, runs and blocks cut each other everywhere; on 2-D meshes, with both split
+/// orders.
 StateDict large_kinds(const DeviceMesh& mesh, bool has_values) {
   StateDict state;
   const Placement cuts[] = {Replicate{}, Shard{0}, Shard{1}};
@@ -137,10 +141,12 @@ StateDict large_kinds(const DeviceMesh& mesh, bool has_values) {
   for (const DType dtype : {DType::f32, DType::bf16, DType::u8, DType::complex128})
     for (const Placement& first : cuts)
       for (const Placement& second : cuts)
-        for (const std::vector<std::int64_t>& order : {std::vector<std::int64_t>{0, 1}, std::vector<std::int64_t>{1, 0}})
-          add_tensor(state, mesh,
-                     fmt::format("{} {} {} {}", to_string(dtype), to_string(first), to_string(second), to_string(order)), dtype,
-                     shape, {first, second}, has_values, order);
+        for (const std::vector<std::int64_t>& order :
+             {std::vector<std::int64_t>{0, 1}, std::vector<std::int64_t>{1, 0}})
+          add_tensor(
+              state, mesh,
+              fmt::format("{} {} {} {}", to_string(dtype), to_string(first), to_string(second), to_string(order)),
+              dtype, shape, {first, second}, has_values, order);
   return state;
 }
 
@@ -155,7 +161,8 @@ TEST(Checkpoint, TwoDimensionalMeshesAndSplitOrders) {
     sizes.split_bytes = split;
     for (std::size_t m = 0; m < meshes.size(); ++m) {
       const FirstRanks ranks(meshes[m]);
-      if (ranks.mesh()) save(scratch / fmt::format("{}-{}", split, m), large_kinds(*ranks.mesh(), true), {.sizes = sizes});
+      if (ranks.mesh())
+        save(scratch / fmt::format("{}-{}", split, m), large_kinds(*ranks.mesh(), true), {.sizes = sizes});
     }
     const FirstRanks loaders(meshes.back());
     for (std::size_t m = 0; m < meshes.size(); ++m) {
@@ -225,15 +232,17 @@ TEST(Checkpoint, PadRowsNeverReachAFile) {
   using Raw = Kokkos::View<std::byte*, MemorySpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
   using Host = Kokkos::View<const std::byte*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
   if (pad > 0)
-    Kokkos::deep_copy(Raw(weight.local().data() + weight.local().bytes(), poison.size()), Host(poison.data(), poison.size()));
+    Kokkos::deep_copy(Raw(weight.local().data() + weight.local().bytes(), poison.size()),
+                      Host(poison.data(), poison.size()));
   save(scratch / "padded", state, {.sizes = small_blocks()});
   if (world_size() > 1) {
     int is_padded = pad > 0 ? 1 : 0;
     MPI_Allreduce(MPI_IN_PLACE, &is_padded, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
     EXPECT_EQ(is_padded, 1) << "the test must have a pad to poison";
   }
-  const Bytes file = testing::file_bytes(scratch / "padded" / shard_file_name(static_cast<std::size_t>(world_rank()),
-                                                                              static_cast<std::size_t>(world_size())));
+  const Bytes file = testing::file_bytes(
+      scratch / "padded" /
+      shard_file_name(static_cast<std::size_t>(world_rank()), static_cast<std::size_t>(world_size())));
   const Bytes needle(8, std::byte{0xa5});
   EXPECT_EQ(std::search(file.begin(), file.end(), needle.begin(), needle.end()), file.end());
 }
@@ -251,11 +260,22 @@ TEST(Checkpoint, WorksWithoutMpiOnAMeshOfOneRank) {
 TEST(Checkpoint, NamesOfAllKinds) {
   const ScratchDirectory scratch;
   const FirstRanks ranks({{"dp", world_size()}});
-  const std::string names[] = {"a/b", ".", "..", "./c", "/abs", "trail/", "a%2Fb", std::string("nul\0inside", 10), "gr\xc3\xbc\xc3\x9f",
-                               "bad\xff utf8", "line\nbreak", std::string(300, 'n')};
+  const std::string names[] = {"a/b",
+                               ".",
+                               "..",
+                               "./c",
+                               "/abs",
+                               "trail/",
+                               "a%2Fb",
+                               std::string("nul\0inside", 10),
+                               "gr\xc3\xbc\xc3\x9f",
+                               "bad\xff utf8",
+                               "line\nbreak",
+                               std::string(300, 'n')};
   const auto dict = [&](bool has_values) {
     StateDict state;
-    for (const std::string& name : names) add_tensor(state, *ranks.mesh(), name, DType::i32, {5}, {Shard{0}}, has_values);
+    for (const std::string& name : names)
+      add_tensor(state, *ranks.mesh(), name, DType::i32, {5}, {Shard{0}}, has_values);
     return state;
   };
   save(scratch / "names", dict(true), {.sizes = small_blocks()});

@@ -44,7 +44,8 @@ int MPI_Allgather(const void* a, int n, MPI_Datatype t, void* b, int m, MPI_Data
   record("Allgather");
   return PMPI_Allgather(a, n, t, b, m, u, c);
 }
-int MPI_Allgatherv(const void* a, int n, MPI_Datatype t, void* b, const int* m, const int* d, MPI_Datatype u, MPI_Comm c) {
+int MPI_Allgatherv(const void* a, int n, MPI_Datatype t, void* b, const int* m, const int* d, MPI_Datatype u,
+                   MPI_Comm c) {
   record("Allgatherv");
   return PMPI_Allgatherv(a, n, t, b, m, d, u, c);
 }

@@ -31,8 +31,8 @@ inline FormatSizes small_blocks() {
   return {4096, 4096, std::int64_t{4} << 20};
 }
 
-/// The exponent bits of a floating-point type, of one part of a complex one, and a bit of the payload: what makes a NaN. 0 for
-/// other types.
+/// The exponent bits of a floating-point type, of one part of a complex one, and a bit of the payload: what makes a
+/// NaN. 0 for other types.
 inline std::uint64_t nan_bits(DType dtype) {
   switch (dtype) {
     case DType::f64:
@@ -54,8 +54,8 @@ inline std::uint64_t nan_bits(DType dtype) {
   }
 }
 
-/// The bytes of element `index` of the tensor with this name: any bit pattern, and every third a NaN with any sign and payload,
-/// quiet or signalling; bools are 0 or 1.
+/// The bytes of element `index` of the tensor with this name: any bit pattern, and every third a NaN with any sign and
+/// payload, quiet or signalling; bools are 0 or 1.
 inline Bytes element_bytes(const std::string& name, DType dtype, std::int64_t index) {
   const std::uint64_t seed = checkpoint::crc64(std::as_bytes(std::span(name)));
   const bool is_complex = dtype == DType::complex64 || dtype == DType::complex128;
@@ -81,8 +81,9 @@ inline Bytes box_bytes(const std::string& name, DType dtype, const Shape& shape,
 }
 
 /// A tensor of a dict, with the values of its name, or zeros.
-inline void add_tensor(StateDict& state, const DeviceMesh& mesh, const std::string& name, DType dtype, const Shape& shape,
-                       std::vector<Placement> placements, bool has_values, std::vector<std::int64_t> split_order = {}) {
+inline void add_tensor(StateDict& state, const DeviceMesh& mesh, const std::string& name, DType dtype,
+                       const Shape& shape, std::vector<Placement> placements, bool has_values,
+                       std::vector<std::int64_t> split_order = {}) {
   TensorSpec spec{dtype, shape, std::move(placements), std::move(split_order)};
   const Box box = local_box(spec, mesh.spec(), mesh.coordinate());
   const Tensor local(ExecutionSpace(), dtype, box.extent, name);
@@ -130,7 +131,8 @@ class ScratchDirectory {
 /// The names in a directory, hidden ones included.
 inline std::vector<std::string> names_in(const std::filesystem::path& directory) {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(directory)) names.push_back(entry.path().filename().string());
+  for (const auto& entry : std::filesystem::directory_iterator(directory))
+    names.push_back(entry.path().filename().string());
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -147,7 +149,8 @@ inline void write_file(const std::filesystem::path& path, const Bytes& bytes) {
   file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
 }
 
-/// Runs a collective call that must throw the same `ErrorType` with the same message on every rank; returns the message.
+/// Runs a collective call that must throw the same `ErrorType` with the same message on every rank; returns the
+/// message.
 template <class ErrorType, class Call>
 std::string same_error(const HostCommunicator& host, Call&& call) {
   std::string message;

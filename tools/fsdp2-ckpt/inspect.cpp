@@ -35,12 +35,12 @@ void print_tensors(const CheckpointIndex& index) {
     shape_width = std::max(shape_width, to_string(tensor.spec.shape).size());
     placement_width = std::max(placement_width, placements_text(tensor, index.meshes[tensor.mesh]).size());
   }
-  fmt::print("\n{:<{}}  {:<10}  {:<{}}  {:<{}}  digest\n", "name", name_width, "dtype", "shape", shape_width, "placement",
-             placement_width);
+  fmt::print("\n{:<{}}  {:<10}  {:<{}}  {:<{}}  digest\n", "name", name_width, "dtype", "shape", shape_width,
+             "placement", placement_width);
   for (const TensorEntry& tensor : index.tensors)
     fmt::print("{:<{}}  {:<10}  {:<{}}  {:<{}}  {:016x}\n", tensor.name, name_width, to_string(tensor.spec.dtype),
-               to_string(tensor.spec.shape), shape_width, placements_text(tensor, index.meshes[tensor.mesh]), placement_width,
-               tensor.digest);
+               to_string(tensor.spec.shape), shape_width, placements_text(tensor, index.meshes[tensor.mesh]),
+               placement_width, tensor.digest);
 }
 
 void inspect(const Options& options) {

@@ -26,9 +26,12 @@ CLI::Option* add_checkpoint(CLI::App& command, std::string& path, const std::str
 namespace {
 
 int run(int argc, char** argv) {
-  CLI::App app("Looks at, checks and reshards checkpoints of fsdp2. Needs no GPU, no MPI launcher and no queue.", "fsdp2-ckpt");
+  CLI::App app("Looks at, checks and reshards checkpoints of fsdp2. Needs no GPU, no MPI launcher and no queue.",
+               "fsdp2-ckpt");
   app.set_version_flag("--version", fmt::format("fsdp2-ckpt {}\n{}", version(), build_info()));
-  app.footer("Exit status: 0 done, equal or valid; 1 differs or invalid; 2 wrong usage or unreadable input; 3 failed while working.");
+  app.footer(
+      "Exit status: 0 done, equal or valid; 1 differs or invalid; 2 wrong usage or unreadable input; 3 failed while "
+      "working.");
   app.require_subcommand(1);
   add_inspect(app);
   add_verify(app);
@@ -56,7 +59,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "fsdp2-ckpt: %s\n", error.what());
   }
   if (status == fsdp2::tool::status_done) return status;
-  // HDF5 1.10 leaks where it meets damaged metadata, and its exit handler then complains at length. All files are closed.
+  // HDF5 1.10 leaks where it meets damaged metadata, and its exit handler then complains at length. All files are
+  // closed.
   std::fflush(nullptr);
   std::_Exit(status);
 }

@@ -61,7 +61,8 @@ void run(Options options) {
 
 void add_reshard(CLI::App& app) {
   CLI::App* command = app.add_subcommand(
-      "reshard", "Copies a checkpoint to another number of ranks, bit by bit, with bounded memory, and proves it by digests.");
+      "reshard",
+      "Copies a checkpoint to another number of ranks, bit by bit, with bounded memory, and proves it by digests.");
   const auto options = std::make_shared<Options>();
   command->add_option("SRC", options->source, "checkpoint directory")->required();
   command->add_option("DST", options->target, "directory to make; must not exist")->required();
@@ -70,7 +71,8 @@ void add_reshard(CLI::App& app) {
                    "ranks of the new checkpoint; the axis over which FSDP shards is rescaled, other axes are kept")
       ->required()
       ->check(CLI::PositiveNumber);
-  command->add_option("--memory", options->reshard.memory_bytes, "most tensor bytes in memory at a time, such as 256MiB")
+  command
+      ->add_option("--memory", options->reshard.memory_bytes, "most tensor bytes in memory at a time, such as 256MiB")
       ->transform(CLI::AsSizeValue(false))
       ->capture_default_str();
   command->add_flag("--quiet,-q", options->quiet, "print errors only");

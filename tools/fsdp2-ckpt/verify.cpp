@@ -31,9 +31,8 @@ void run(const Options& options) {
   }
   for (const std::string& problem : report.problems) fmt::print(stderr, "{}\n", problem);
   if (!options.quiet) {
-    const std::string checked = options.verify.quick
-                                    ? std::string("tables and sizes only")
-                                    : fmt::format("{} of data checked", format_bytes(report.bytes));
+    const std::string checked = options.verify.quick ? std::string("tables and sizes only")
+                                                     : fmt::format("{} of data checked", format_bytes(report.bytes));
     fmt::print("{}: {} ({} tensors, {} of {} files, {})\n", options.path, report.is_valid() ? "valid" : "INVALID",
                report.index.tensors.size(), report.files, report.index.files.size(), checked);
   }
@@ -43,8 +42,8 @@ void run(const Options& options) {
 }  // namespace
 
 void add_verify(CLI::App& app) {
-  CLI::App* command =
-      app.add_subcommand("verify", "Checks a checkpoint: tables, sizes, the digest of every block and of every tensor.");
+  CLI::App* command = app.add_subcommand(
+      "verify", "Checks a checkpoint: tables, sizes, the digest of every block and of every tensor.");
   const auto options = std::make_shared<Options>();
   add_checkpoint(*command, options->path, "checkpoint directory");
   command->add_flag("--quick", options->verify.quick, "tables and sizes only: read no tensor bytes");

@@ -35,8 +35,8 @@ struct TensorEntry {
 
 /// One shard file.
 struct FileEntry {
-  std::int64_t size = 0;             ///< bytes
-  std::vector<std::int64_t> ranks;   ///< whose bytes it holds, in this order
+  std::int64_t size = 0;            ///< bytes
+  std::vector<std::int64_t> ranks;  ///< whose bytes it holds, in this order
 };
 
 /// One rank's part of the arena of one dtype in its file, in bytes.
@@ -55,8 +55,8 @@ struct PerDType : std::array<T, std::size(all_dtypes)> {
   const T& operator[](DType dtype) const { return (*this)[static_cast<std::size_t>(dtype) - 1]; }
 };
 
-/// Sizes of the format's units, recorded in every checkpoint: powers of two, block_bytes ≥ 4096, segment_align a multiple
-/// of block_bytes.
+/// Sizes of the format's units, recorded in every checkpoint: powers of two, block_bytes ≥ 4096, segment_align a
+/// multiple of block_bytes.
 struct FormatSizes {
   std::int64_t block_bytes = std::int64_t{1} << 20;
   std::int64_t segment_align = std::int64_t{1} << 20;
@@ -65,7 +65,8 @@ struct FormatSizes {
   friend bool operator==(const FormatSizes&, const FormatSizes&) = default;
 };
 
-/// What index.h5 says: all there is to know about a checkpoint but the tensor bytes. checkpoints/FORMAT.md has the rules.
+/// What index.h5 says: all there is to know about a checkpoint but the tensor bytes. checkpoints/FORMAT.md has the
+/// rules.
 struct CheckpointIndex {
   std::string library;  ///< the writer
   std::string save_id;  ///< 32 hexadecimal digits
@@ -92,12 +93,13 @@ struct Piece {
 
 /// All that one rank writes.
 struct RankPlan {
-  std::vector<Piece> pieces;     ///< in tensor order, none empty
-  PerDType<std::int64_t> used;   ///< bytes of each segment up to the end of its last piece
+  std::vector<Piece> pieces;    ///< in tensor order, none empty
+  PerDType<std::int64_t> used;  ///< bytes of each segment up to the end of its last piece
 };
 
-/// What `rank` writes of the tensors of an index: a pure function of specs, meshes and sizes, O(tensors), without a loop over
-/// ranks. Replicated boxes are cut among their holders so that bytes are balanced ("cut the line", FORMAT.md §4).
+/// What `rank` writes of the tensors of an index: a pure function of specs, meshes and sizes, O(tensors), without a
+/// loop over ranks. Replicated boxes are cut among their holders so that bytes are balanced ("cut the line", FORMAT.md
+/// §4).
 RankPlan plan_rank(const CheckpointIndex& index, std::int64_t rank);
 
 /// Throws ConfigError or ShapeError where meshes, tensors, names or sizes are not those of a well-formed checkpoint.
@@ -106,8 +108,9 @@ void validate(const CheckpointIndex& index);
 /// "shard-00002-of-00004.h5".
 std::string shard_file_name(std::size_t file, std::size_t files);
 
-/// Reads and checks the index of a checkpoint directory. No MPI. Throws IoError where it cannot be read (no directory, no
-/// index.h5), CorruptError where it contradicts its digest or itself, MismatchError for a format version that is too new.
+/// Reads and checks the index of a checkpoint directory. No MPI. Throws IoError where it cannot be read (no directory,
+/// no index.h5), CorruptError where it contradicts its digest or itself, MismatchError for a format version that is too
+/// new.
 CheckpointIndex read_index(const std::filesystem::path& checkpoint);
 
 }  // namespace fsdp2

@@ -26,10 +26,10 @@ struct VerifyReport {
   bool is_valid() const { return problems.empty(); }
 };
 
-/// Checks a checkpoint, as far as `options` say: files present and of the recorded size, one save id, tables that agree with
-/// the index, pieces that tile each tensor, the CRC of every block, and every tensor's content digest. No MPI. Goes on after
-/// a problem of one file with the next. Throws as read_index where there is nothing to check: IoError where `checkpoint` is
-/// no checkpoint or cannot be read, CorruptError where its index is damaged.
+/// Checks a checkpoint, as far as `options` say: files present and of the recorded size, one save id, tables that agree
+/// with the index, pieces that tile each tensor, the CRC of every block, and every tensor's content digest. No MPI.
+/// Goes on after a problem of one file with the next. Throws as read_index where there is nothing to check: IoError
+/// where `checkpoint` is no checkpoint or cannot be read, CorruptError where its index is damaged.
 VerifyReport verify(const std::filesystem::path& checkpoint, const VerifyOptions& options = {});
 
 }  // namespace fsdp2
