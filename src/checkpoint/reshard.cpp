@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "checkpoint/index_file.hpp"
@@ -47,7 +48,9 @@ std::string random_save_id() {
 }
 
 CheckpointIndex describe_target(const CheckpointIndex& source, std::int64_t world_size) {
-  if (world_size < 1) throw ConfigError(fmt::format("world size {} is not at least 1", world_size));
+  constexpr std::int64_t most_ranks = std::numeric_limits<std::int32_t>::max();  // MPI's
+  if (world_size < 1 || world_size > most_ranks)
+    throw ConfigError(fmt::format("world size {} is not between 1 and {}", world_size, most_ranks));
   CheckpointIndex target = source;
   target.library = fmt::format("fsdp2 {}", version());
   target.save_id = random_save_id();

@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <memory>
 
 #include "command.hpp"
@@ -70,10 +71,11 @@ void add_reshard(CLI::App& app) {
       ->add_option("--world-size", options->reshard.world_size,
                    "ranks of the new checkpoint; the axis over which FSDP shards is rescaled, other axes are kept")
       ->required()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{std::numeric_limits<int>::max()}));  // as MPI counts ranks
   command
       ->add_option("--memory", options->reshard.memory_bytes, "most tensor bytes in memory at a time, such as 256MiB")
       ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(std::int64_t{1}, std::numeric_limits<std::int64_t>::max()))
       ->capture_default_str();
   command->add_flag("--quiet,-q", options->quiet, "print errors only");
   command->callback([options] { run(*options); });
