@@ -193,6 +193,78 @@ struct Accumulate {
   }
 };
 
+struct Magnitude {
+  using Value = double;
+  using Reducer = Kokkos::Sum<double, MemorySpace>;
+  KOKKOS_FUNCTION static double term(float x) { return x < 0 ? -static_cast<double>(x) : static_cast<double>(x); }
+  KOKKOS_FUNCTION static double combine(double a, double b) { return a + b; }
+};
+
+struct Square {
+  using Value = double;
+  using Reducer = Kokkos::Sum<double, MemorySpace>;
+  KOKKOS_FUNCTION static double term(float x) { return static_cast<double>(x) * static_cast<double>(x); }
+  KOKKOS_FUNCTION static double combine(double a, double b) { return a + b; }
+};
+
+/// Of the bits, which are in the order of the magnitudes, with NaN at the end.
+struct Maximum {
+  using Value = std::uint32_t;
+  using Reducer = Kokkos::Max<std::uint64_t, MemorySpace>;
+  KOKKOS_FUNCTION static std::uint32_t term(float x) {
+    std::uint32_t bits = 0;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits & 0x7fffffffu;
+  }
+  template <class T>
+  KOKKOS_FUNCTION static T combine(T a, T b) {
+    return a < b ? b : a;
+  }
+};
+
+template <class Norm>
+struct ReduceSegments {
+  using Result = typename Norm::Reducer::value_type;
+  /// Independent partial results, so that the compiler can vectorise across them.
+  static constexpr int lanes = compat::host_accessible<MemorySpace> ? 16 : 1;
+
+  const Segment* segments;
+  const float* source;
+
+  KOKKOS_FUNCTION void operator()(const SegmentPolicy::member_type& team, Result& result) const {
+    const Segment piece = segments[team.league_rank()];
+    const float* values = source + piece.source;
+    typename Norm::Value partial[lanes] = {};
+    std::int64_t i = static_cast<std::int64_t>(team.team_rank()) * lanes;
+    for (; i + lanes <= piece.count; i += static_cast<std::int64_t>(team.team_size()) * lanes)
+      for (int lane = 0; lane < lanes; ++lane)
+        partial[lane] = Norm::combine(partial[lane], Norm::term(values[i + lane]));
+    for (int lane = 0; i + lane < piece.count; ++lane)
+      partial[lane] = Norm::combine(partial[lane], Norm::term(values[i + lane]));
+    for (int lane = 0; lane < lanes; ++lane) result = Norm::combine(result, static_cast<Result>(partial[lane]));
+  }
+};
+
+template <class Norm>
+void launch_reduce_segments(const ExecutionSpace& exec, const Tensor& result, const Tensor& source,
+                            const Tensor& segments) {
+  using Reducer = typename Norm::Reducer;
+  using Result = typename Reducer::value_type;
+  const Kokkos::View<Result, MemorySpace> target(reinterpret_cast<Result*>(result.data()));
+  Kokkos::parallel_reduce("fsdp2::reduce_segments", segment_policy(exec, segments),
+                          ReduceSegments<Norm>{reinterpret_cast<const Segment*>(segments.data()), f32(source)},
+                          Reducer(target));
+}
+
+struct Scale {
+  float* values;
+  float factor;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
+    for (std::int64_t i = begin; i < end; ++i) values[i] *= factor;
+  }
+};
+
 struct FillUniform {
   float* target;
   std::int64_t first;
@@ -424,6 +496,23 @@ void accumulate(const ExecutionSpace& exec, const Tensor& gradient, const Tensor
     for_blocks(exec, "fsdp2::accumulate", gradient.numel(), Accumulate<true>{f32(gradient), f32(sum), factor});
   else
     for_blocks(exec, "fsdp2::accumulate", gradient.numel(), Accumulate<false>{f32(gradient), f32(sum), factor});
+}
+
+void reduce_segments(const ExecutionSpace& exec, const Tensor& result, const Tensor& source, const Tensor& segments,
+                     Term term) {
+  if (segments.numel() == 0) return;
+  switch (term) {
+    case Term::magnitude:
+      return launch_reduce_segments<Magnitude>(exec, result, source, segments);
+    case Term::square:
+      return launch_reduce_segments<Square>(exec, result, source, segments);
+    case Term::maximum:
+      return launch_reduce_segments<Maximum>(exec, result, source, segments);
+  }
+}
+
+void scale(const ExecutionSpace& exec, const Tensor& tensor, double factor) {
+  for_blocks(exec, "fsdp2::scale", tensor.numel(), Scale{f32(tensor), static_cast<float>(factor)});
 }
 
 void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, std::int64_t first,

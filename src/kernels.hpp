@@ -50,6 +50,15 @@ void zero_segments(const ExecutionSpace& exec, const Tensor& target, const Tenso
 /// gradient = sum / divisor, or gradient += sum / divisor. f32, equal lengths. A division, so that it rounds once.
 void accumulate(const ExecutionSpace& exec, const Tensor& gradient, const Tensor& sum, double divisor, bool add);
 
+/// What a norm adds up, or takes the largest of.
+enum class Term : std::uint8_t { magnitude, square, maximum };
+/// result, a u64 scalar = the bits of Σ|x| or Σx² in f64, or of max |x| in f32, over the elements x of f32 `source` at
+/// the segments' sources. NaN is the largest of all. `result` must be 0 before.
+void reduce_segments(const ExecutionSpace& exec, const Tensor& result, const Tensor& source, const Tensor& segments,
+                     Term term);
+/// tensor *= factor, rounded to f32 first.
+void scale(const ExecutionSpace& exec, const Tensor& tensor, double factor);
+
 /// Elements first, first+1, … of the parameter whose name hashes to `key`. f32. `initializer` is not kaiming.
 void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, std::int64_t first,
                 std::uint64_t key);

@@ -117,6 +117,7 @@ class ModelState {
   BufferPool gather_packs{"fsdp2::gather_pack", unsharded};
   BufferPool reduce_slots{"fsdp2::reduce_slot", reduction};
   BufferPool reduce_packs{"fsdp2::reduce_pack", reduction};
+  Tensor norm_parts;  // scratch of norms of gradients
 
  private:
   Config config_;

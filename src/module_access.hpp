@@ -8,6 +8,7 @@
 
 #include "fsdp2/model.hpp"
 #include "fsdp2/module.hpp"
+#include "fsdp2/optimizer.hpp"
 #include "param_group.hpp"
 
 namespace fsdp2::detail {
@@ -20,6 +21,7 @@ struct ModuleAccess {
   static std::vector<std::shared_ptr<ParamGroup>> groups(const Model& model);
   /// Throws ConfigError for a null or repeated module.
   static std::vector<std::shared_ptr<ParamGroup>> groups(std::span<Module* const> modules);
+  static std::vector<std::shared_ptr<ParamGroup>> groups(const Optimizer& optimizer);
 };
 
 }  // namespace fsdp2::detail

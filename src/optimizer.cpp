@@ -50,6 +50,12 @@ std::vector<std::string> buffers_of(const SgdOptions& options) {
 
 }  // namespace
 
+std::vector<std::shared_ptr<detail::ParamGroup>> detail::ModuleAccess::groups(const Optimizer& optimizer) {
+  std::vector<std::shared_ptr<ParamGroup>> groups;
+  for (const Optimizer::Entry& entry : optimizer.entries_) groups.push_back(entry.group);
+  return groups;
+}
+
 Optimizer::Optimizer(const Model& model, std::vector<std::string> buffers, double lr)
     : Optimizer(detail::ModuleAccess::groups(model), std::move(buffers), lr) {
   model_ = detail::ModuleAccess::state(model);

@@ -38,6 +38,14 @@ Tensor range_of(const Tensor& buffer, const Range& range) {
   return buffer.slice(range.begin, {range.size()});
 }
 
+/// Whether no rank before this one holds the same elements.
+bool is_first_replica(const DTensor& tensor) {
+  const std::vector<Placement>& placements = tensor.spec().placements;
+  for (std::size_t axis = 0; axis < placements.size(); ++axis)
+    if (std::holds_alternative<Replicate>(placements[axis]) && tensor.mesh().coordinate()[axis] != 0) return false;
+  return true;
+}
+
 double megabytes(std::int64_t bytes) {
   return static_cast<double>(bytes) * 1e-6;
 }
@@ -166,8 +174,14 @@ void ParamGroup::make_tables(const ExecutionSpace& exec) {
   std::vector<kernels::Segment> scatter;
   std::vector<kernels::Segment> pack;
   std::vector<kernels::Segment> zero;
+  std::vector<kernels::Segment> held;
+  std::vector<kernels::Segment> counted;
   std::vector<const Param*> received;  // in the order of the shard buffer
   for (const Param& param : params_) {
+    if (param.requires_grad) {
+      held.push_back({param.shard_start - layout_.trainable.begin, 0, param.shard.local().numel()});
+      if (is_first_replica(param.shard)) counted.push_back(held.back());
+    }
     if (!param.is_sharded) continue;
     for (std::int64_t rank = 0; rank < ranks && !param.is_direct; ++rank) {
       const std::int64_t piece = rank * param.shard_count;
@@ -192,6 +206,8 @@ void ParamGroup::make_tables(const ExecutionSpace& exec) {
   scatter_table_ = kernels::make_segments(exec, scatter);
   pack_table_ = kernels::make_segments(exec, pack);
   zero_table_ = kernels::make_segments(exec, zero);
+  held_table_ = kernels::make_segments(exec, held);
+  counted_table_ = kernels::make_segments(exec, counted);
 }
 
 void ParamGroup::fill(const Param& param, const ParamSpec& spec, const ExecutionSpace& exec) const {

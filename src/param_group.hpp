@@ -119,6 +119,10 @@ class ParamGroup {
   std::int64_t trainable_count() const { return layout_.trainable.size(); }
   /// Zeros where there is no gradient.
   const Tensor& trainable_gradients(const ExecutionSpace& exec);
+  /// Segments of trainable_gradients that are elements of parameters, not padding: all of them, and those that this
+  /// rank contributes to sums over the mesh, so that every element is counted once.
+  const Tensor& held_elements() const { return held_table_; }
+  const Tensor& counted_elements() const { return counted_table_; }
   /// A part of a buffer that is laid out as the gradients.
   DTensor trainable_part(const Tensor& buffer, const Param& param) const;
 
@@ -191,6 +195,8 @@ class ParamGroup {
   Tensor scatter_table_;  // packed gather, rank-major → gather slot
   Tensor pack_table_;     // lent gradients → rank-major
   Tensor zero_table_;     // pad rows and gaps of the reduce slot
+  Tensor held_table_;
+  Tensor counted_table_;
 
   Gather gather_ = Gather::none;
   Tensor storage_;

@@ -30,6 +30,7 @@
 #include "fsdp2/model.hpp"
 #include "fsdp2/optimizer.hpp"
 #include "fsdp2/state_dict.hpp"
+#include "fsdp2/gradients.hpp"
 
 // Checkpoints.
 #include "fsdp2/checkpoint/layout.hpp"

@@ -51,6 +51,7 @@ class Optimizer {
                       std::span<const Tensor> buffers) = 0;
 
  private:
+  friend struct detail::ModuleAccess;
   struct Entry {
     std::shared_ptr<detail::ParamGroup> group;
     std::vector<Tensor> buffers;  // laid out as the group's gradients
