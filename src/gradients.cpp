@@ -105,6 +105,7 @@ std::vector<double> contributions(const Groups& groups, Term term, const Executi
   std::vector<std::uint64_t> bits(groups.size());
   kernels::copy_to_host(exec, reinterpret_cast<std::byte*>(bits.data()), used);
   std::vector<double> values;
+  values.reserve(bits.size());
   for (const std::uint64_t value : bits)
     values.push_back(term == Term::maximum ? std::bit_cast<float>(static_cast<std::uint32_t>(value))
                                            : std::bit_cast<double>(value));
@@ -232,15 +233,15 @@ bool GradScaler::unscale(const Groups& groups, const ExecutionSpace& exec) {
   return is_finite;
 }
 
-bool GradScaler::unscale_(Optimizer& optimizer, const ExecutionSpace& exec) {
+bool GradScaler::unscale(Optimizer& optimizer, const ExecutionSpace& exec) {
   return unscale(detail::ModuleAccess::groups(optimizer), exec);
 }
 
-bool GradScaler::unscale_(Model& model, const ExecutionSpace& exec) {
+bool GradScaler::unscale(Model& model, const ExecutionSpace& exec) {
   return unscale(detail::ModuleAccess::groups(model), exec);
 }
 
-bool GradScaler::unscale_(std::span<Module* const> modules, const ExecutionSpace& exec) {
+bool GradScaler::unscale(std::span<Module* const> modules, const ExecutionSpace& exec) {
   return unscale(detail::ModuleAccess::groups(modules), exec);
 }
 
@@ -265,7 +266,7 @@ bool GradScaler::step(Optimizer& optimizer, const ExecutionSpace& exec) {
 
 void GradScaler::update() {
   if (records_.empty())
-    throw Error("there is nothing to update the scale from: call step() or unscale_() before update()");
+    throw Error("there is nothing to update the scale from: call step() or unscale() before update()");
   const bool is_finite = std::all_of(records_.begin(), records_.end(), [](const Record& r) { return r.is_finite; });
   records_.clear();
   auto [scale, tracker] = state_->values;

@@ -63,14 +63,14 @@ class GradScaler {
   /// gradients are left alone then. Returns whether all were finite. For what looks at gradients before step does, such
   /// as clip_grad_norm, and for updates without an Optimizer. Collective, one all-reduce, as clip_grad_norm. Throws
   /// Error for gradients that were unscaled since the last update() already, and as clip_grad_norm.
-  bool unscale_(Optimizer& optimizer, const ExecutionSpace& exec = ExecutionSpace());
-  bool unscale_(Model& model, const ExecutionSpace& exec = ExecutionSpace());
-  bool unscale_(std::span<Module* const> modules, const ExecutionSpace& exec = ExecutionSpace());
+  bool unscale(Optimizer& optimizer, const ExecutionSpace& exec = ExecutionSpace());
+  bool unscale(Model& model, const ExecutionSpace& exec = ExecutionSpace());
+  bool unscale(std::span<Module* const> modules, const ExecutionSpace& exec = ExecutionSpace());
 
-  /// Unscales what was not unscaled yet; that needs one all-reduce, and none where unscale_ has done it all. Then calls
+  /// Unscales what was not unscaled yet; that needs one all-reduce, and none where unscale has done it all. Then calls
   /// optimizer.step(), or skips it on all ranks where a gradient was not finite: parameters and optimizer state keep
   /// their bits. Returns whether it stepped. Collective. Throws Error where the optimizer has stepped since the last
-  /// update(), and as unscale_ and Optimizer::step.
+  /// update(), and as unscale and Optimizer::step.
   bool step(Optimizer& optimizer, const ExecutionSpace& exec = ExecutionSpace());
 
   /// Ends the iteration: where a gradient was not finite, scale() is multiplied by backoff_factor; after

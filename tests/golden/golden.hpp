@@ -10,7 +10,7 @@
 namespace fsdp2::testing {
 
 /// What checkpoints/golden/dp3-uneven holds: three ranks, uneven cuts of both dimensions, replicated tensors written
-/// whole and cut, every dtype, a scalar, an empty tensor, a name that needs escaping. Values are element_bytes of the
+/// whole and cut, every dtype, a scalar, an empty tensor, a name that needs escaping. Values are box_bytes of the
 /// names.
 inline CheckpointIndex golden_index() {
   CheckpointIndex index;

@@ -293,14 +293,14 @@ TEST_F(ClipGradNorm, MeshesMayDifferWhereOneCoversTheOthers) {
   const double experts = ranks_ == 1 ? 1 : 2;
   EXPECT_EQ(clip_grad_norm(modules, infinity, {.norm_type = 1}), 4096 * (1 + experts) + 9 + 12 * experts);
   GradScaler scaler({.init_scale = 2});
-  EXPECT_TRUE(scaler.unscale_(modules));
+  EXPECT_TRUE(scaler.unscale(modules));
   if (ranks_ == 4) {
     DeviceMesh halves = mesh_of(rank_ / 2);
     const auto other = make_module("other", {{"w", {64, 32}, init::ones()}}, {.mesh = halves});
     const std::array<Module*, 2> apart = {expert.get(), other.get()};
     EXPECT_TRUE(contains(message_of<ConfigError>([&] { clip_grad_norm(apart, 1); }),
                          "\"other\" has ranks that are not among the 2 of \"expert\""));
-    EXPECT_TRUE(contains(message_of<ConfigError>([&] { GradScaler().unscale_(apart); }), "cannot be summed"));
+    EXPECT_TRUE(contains(message_of<ConfigError>([&] { GradScaler().unscale(apart); }), "cannot be summed"));
     halves.close();
   }
   odd_or_even.close();
@@ -337,7 +337,7 @@ TEST_F(GradScalerTest, StepsAsWithoutScale) {
       backward(scaled, scaler.scale());
       if (max_norm != infinity) {
         clip_grad_norm(plain, max_norm);
-        EXPECT_TRUE(scaler.unscale_(optimizer));
+        EXPECT_TRUE(scaler.unscale(optimizer));
         clip_grad_norm(scaled, max_norm);
       }
       plain_optimizer.step();
@@ -360,7 +360,7 @@ TEST_F(GradScalerTest, AllRanksSkipWhatIsNotFiniteOnOne) {
         model.finish_backward();
         const auto parameters = parameter_bits(model);
         const auto gradients = gradient_bits(model);
-        EXPECT_FALSE(unscales_first && scaler.unscale_(model));
+        EXPECT_FALSE(unscales_first && scaler.unscale(model));
         EXPECT_FALSE(scaler.step(optimizer));
         EXPECT_EQ(parameter_bits(model), parameters);
         EXPECT_EQ(gradient_bits(model), gradients);
@@ -390,11 +390,11 @@ TEST_F(GradScalerTest, SeesWhatUnscalingWouldOverflow) {
   ShardedParam param = model.add("m", {{"w", {1}, init::ones()}}).param("w");
   GradScaler scaler({.init_scale = 0.25});
   param.set_gradient(ramp_tensor({1}, 0x1p126f, 0));
-  EXPECT_FALSE(scaler.unscale_(model));
+  EXPECT_FALSE(scaler.unscale(model));
   EXPECT_EQ(to_host(param.gradient()->local()), Values{0x1p126f});
   scaler.update();
   scaler.set_state({0.5f, 0});
-  EXPECT_TRUE(scaler.unscale_(model));
+  EXPECT_TRUE(scaler.unscale(model));
   EXPECT_EQ(to_host(param.gradient()->local()), Values{0x1p127f});
 }
 
@@ -412,7 +412,7 @@ TEST_F(GradScalerTest, DecidesByOneAllReduce) {
   EXPECT_EQ(calls_of([&] { scaler.update(); }), Calls{});
   prepare();
   EXPECT_EQ(calls_of([&] {
-              scaler.unscale_(optimizer);
+              scaler.unscale(optimizer);
               clip_grad_norm(model, 1);
               scaler.step(optimizer);
               scaler.update();
@@ -465,7 +465,7 @@ TEST_F(GradScalerTest, UnscalesTheRestOfAnOptimizer) {
   GradScaler scaler({.init_scale = 4});
   backward(model, 4);
   const std::array<Module*, 1> one = {&model.module("a")};
-  EXPECT_TRUE(scaler.unscale_(one));
+  EXPECT_TRUE(scaler.unscale(one));
   EXPECT_TRUE(scaler.step(optimizer));
   expect_gradients(model, serial_gradients(), 1);
 }
@@ -476,7 +476,7 @@ TEST_F(GradScalerTest, StateGoesThroughAStateDict) {
   StateDict source = state_dict(model);
   scaler.add_to(source, mesh_);
   EXPECT_TRUE(contains(message_of<ConfigError>([&] { scaler.add_to(source, mesh_); }), "\"scaler."));
-  EXPECT_TRUE(scaler.unscale_(model));
+  EXPECT_TRUE(scaler.unscale(model));
   scaler.update();  // the dict follows
   EXPECT_EQ(to_host(source.tensors.at("scaler.scale").local()), Values{8});
   EXPECT_EQ(to_host<std::int64_t>(source.tensors.at("scaler.growth_tracker").local()), std::vector<std::int64_t>{1});
@@ -524,8 +524,8 @@ TEST_F(GradScalerTest, WrongUseIsRefused) {
   EXPECT_TRUE(contains(message_of<ConfigError>([&] { scaler.set_state({nan, 0}); }), "scale"));
   EXPECT_TRUE(contains(message_of<ConfigError>([&] { scaler.set_state({1, -1}); }), "growth tracker"));
   backward(model);
-  EXPECT_TRUE(scaler.unscale_(optimizer));
-  EXPECT_TRUE(contains(message_of<Error>([&] { scaler.unscale_(model); }), "\"a\" were unscaled already"));
+  EXPECT_TRUE(scaler.unscale(optimizer));
+  EXPECT_TRUE(contains(message_of<Error>([&] { scaler.unscale(model); }), "\"a\" were unscaled already"));
   {
     const Scope scope = model.module("b").unshard();
     EXPECT_TRUE(contains(message_of<Error>([&] { scaler.step(optimizer); }), "\"b\" is unsharded"));

@@ -54,29 +54,21 @@ inline std::uint64_t nan_bits(DType dtype) {
   }
 }
 
-/// The bytes of element `index` of the tensor with this name: any bit pattern, and every third a NaN with any sign and
-/// payload, quiet or signalling; bools are 0 or 1.
-inline Bytes element_bytes(const std::string& name, DType dtype, std::int64_t index) {
+/// The part `box` of the tensor with this name and shape, row-major. An element's bytes follow from the name and its global
+/// index: any bit pattern, and every third a NaN with any sign and payload, quiet or signalling; bools are 0 or 1.
+inline Bytes box_bytes(const std::string& name, DType dtype, const Shape& shape, const Box& box) {
   const std::uint64_t seed = checkpoint::crc64(std::as_bytes(std::span(name)));
   const bool is_complex = dtype == DType::complex64 || dtype == DType::complex128;
   const std::int64_t part_bytes = is_complex ? size_of(dtype) / 2 : size_of(dtype);
   Bytes bytes;
-  for (std::int64_t i = 0; i < size_of(dtype); ++i) {
-    std::uint64_t bits = mix(seed + static_cast<std::uint64_t>(index * 16 + i));
-    if (index % 3 == 1) bits |= nan_bits(dtype) >> (8 * (i % part_bytes));
-    bytes.push_back(static_cast<std::byte>(dtype == DType::boolean ? bits & 1 : bits & 0xff));
-  }
-  return bytes;
-}
-
-/// The part `box` of a tensor of `shape`, row-major.
-inline Bytes box_bytes(const std::string& name, DType dtype, const Shape& shape, const Box& box) {
-  Bytes bytes;
+  bytes.reserve(static_cast<std::size_t>(box.numel() * size_of(dtype)));
   for (RunCursor cursor = runs_of(shape, box); !cursor.is_done(); cursor.next())
-    for (std::int64_t i = 0; i < cursor.run().count; ++i) {
-      const Bytes element = element_bytes(name, dtype, cursor.run().from + i);
-      bytes.insert(bytes.end(), element.begin(), element.end());
-    }
+    for (std::int64_t index = cursor.run().from; index < cursor.run().from + cursor.run().count; ++index)
+      for (std::int64_t i = 0; i < size_of(dtype); ++i) {
+        std::uint64_t bits = mix(seed + static_cast<std::uint64_t>(index * 16 + i));
+        if (index % 3 == 1) bits |= nan_bits(dtype) >> (8 * (i % part_bytes));
+        bytes.push_back(static_cast<std::byte>(dtype == DType::boolean ? bits & 1 : bits & 0xff));
+      }
   return bytes;
 }
 

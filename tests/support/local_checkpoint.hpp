@@ -14,7 +14,7 @@
 
 namespace fsdp2::testing {
 
-/// Writes files for all ranks of the index, with the values that tensors of those names have (element_bytes), into a
+/// Writes files for all ranks of the index, with the values that tensors of those names have (box_bytes), into a
 /// directory that exists. Returns the index with files, segments and digests.
 inline CheckpointIndex write_local_checkpoint(const std::filesystem::path& directory, CheckpointIndex index) {
   validate(index);
