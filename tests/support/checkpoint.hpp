@@ -54,8 +54,9 @@ inline std::uint64_t nan_bits(DType dtype) {
   }
 }
 
-/// The part `box` of the tensor with this name and shape, row-major. An element's bytes follow from the name and its global
-/// index: any bit pattern, and every third a NaN with any sign and payload, quiet or signalling; bools are 0 or 1.
+/// The part `box` of the tensor with this name and shape, row-major. An element's bytes follow from the name and its
+/// global index: any bit pattern, and every third a NaN with any sign and payload, quiet or signalling; bools are 0
+/// or 1.
 inline Bytes box_bytes(const std::string& name, DType dtype, const Shape& shape, const Box& box) {
   const std::uint64_t seed = checkpoint::crc64(std::as_bytes(std::span(name)));
   const bool is_complex = dtype == DType::complex64 || dtype == DType::complex128;

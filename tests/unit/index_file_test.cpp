@@ -259,6 +259,7 @@ std::vector<Forgery> forgeries() {
       set("/files/size", 0, 8192, "does not fit"),
       sized("/files/size", 3, "size"),
       set("/files/ranks", 0, 3, "ranks once"),
+      set("/files/ranks", 2, 3, "ranks once"),
       set("/files/ranks", 0, 6, "ranks once"),
       set("/files/ranks", 0, minus_one, "ranks once"),
       set("/files/ranks", 0, huge, "ranks once"),
