@@ -10,12 +10,22 @@
 
 namespace fsdp2 {
 
+namespace {
+
+void require_castable(const char* field, const std::optional<DType>& dtype) {
+  if (dtype && !is_castable(*dtype))
+    throw ConfigError(
+        fmt::format("MixedPrecisionPolicy::{} is {}: expected f64, f32, bf16 or f16", field, to_string(*dtype)));
+}
+
+}  // namespace
+
 MixedPrecisionPolicy MixedPrecisionPolicy::bf16() {
-  return {DType::bf16, DType::f32, DType::bf16, true, false};
+  return {DType::bf16, DType::f32, DType::bf16, true};
 }
 
 MixedPrecisionPolicy MixedPrecisionPolicy::fp16() {
-  return {DType::f16, DType::f32, DType::f16, true, false};
+  return {DType::f16, DType::f32, DType::f16, true};
 }
 
 ConfigBuilder Config::builder() {
@@ -44,26 +54,26 @@ void Config::validate() const {
         fmt::format("Config::gradient_divide_factor is {}: expected a positive number, or none for the mean",
                     *gradient_divide_factor));
 
-  if (replicate_dim_name)
+  if (max_bucket_bytes < 0)
     throw ConfigError(
-        fmt::format("Config::replicate_dim_name is \"{}\", but hybrid sharding is not supported yet: leave it "
-                    "unset, and shard over one axis",
-                    *replicate_dim_name));
-  for (const MeshAxis& axis : spec.axes())
-    if (axis.name != mesh_dim_name && axis.size > 1)
+        fmt::format("Config::max_bucket_bytes is {}: expected a number of bytes, or 0 for no limit", max_bucket_bytes));
+  if (replicate_dim_name && (!spec.has_axis(*replicate_dim_name) || *replicate_dim_name == mesh_dim_name))
+    throw ConfigError(
+        fmt::format("Config::replicate_dim_name is \"{}\": expected an axis of the mesh, {}, other than "
+                    "mesh_dim_name, \"{}\"",
+                    *replicate_dim_name, spec.to_string(), mesh_dim_name));
+  if (const auto* slices = std::get_if<std::int64_t>(&reshard_after_forward)) {
+    const std::int64_t ranks = spec.axes()[spec.axis(mesh_dim_name)].size;
+    if (*slices < 1 || ranks % *slices != 0)
       throw ConfigError(
-          fmt::format("Config::mesh is {}, but meshes with an axis besides \"{}\" are not supported yet: other "
-                      "axes must have size 1",
-                      spec.to_string(), mesh_dim_name));
-  if (mp_policy != MixedPrecisionPolicy::fp32())
-    throw ConfigError("Config::mp_policy: mixed precision is not supported yet: use MixedPrecisionPolicy::fp32()");
-  if (const auto* slices = std::get_if<std::int64_t>(&reshard_after_forward))
-    throw ConfigError(
-        fmt::format("Config::reshard_after_forward is {}, but keeping a slice is not supported yet: use true or "
-                    "false",
-                    *slices));
-  if (offload_to_cpu) throw ConfigError("Config::offload_to_cpu: offloading is not supported yet: use false");
-  if (forward_prefetch) throw ConfigError("Config::forward_prefetch is not supported yet: use false");
+          fmt::format("Config::reshard_after_forward is {}: expected true, false, or a number that divides "
+                      "the {} ranks of axis \"{}\"",
+                      *slices, ranks, mesh_dim_name));
+  }
+  require_castable("param_dtype", mp_policy.param_dtype);
+  require_castable("reduce_dtype", mp_policy.reduce_dtype);
+  require_castable("buffer_dtype", mp_policy.buffer_dtype);
+  require_castable("output_dtype", mp_policy.output_dtype);
 }
 
 }  // namespace fsdp2

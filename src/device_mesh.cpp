@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <map>
 #include <random>
 
 #include "comm/host_communicator.hpp"
@@ -55,6 +56,7 @@ struct DeviceMesh::State {
   HostCommunicator host;
   Shape coordinate;
   std::vector<std::unique_ptr<Communicator>> axes;
+  std::map<std::string, std::unique_ptr<Communicator>> derived;  // closed in the same order on all ranks
   std::vector<AxisRole> roles;
   std::uint64_t nonce = 0;
   std::uint64_t saves = 0;
@@ -111,7 +113,14 @@ std::string DeviceMesh::next_save_id() const {
   return fmt::format("{:016x}{:016x}", state_->nonce, state_->saves++);
 }
 
+Communicator& DeviceMesh::derived(const std::string& name, Communicator& parent, std::int64_t color) const {
+  std::unique_ptr<Communicator>& communicator = state_->derived[name];
+  if (communicator == nullptr) communicator = parent.split(color, parent.rank(), name);
+  return *communicator;
+}
+
 void DeviceMesh::close() {
+  for (const auto& [name, communicator] : state_->derived) communicator->close();
   for (const auto& axis : state_->axes) axis->close();
   state_->host.close();
 }

@@ -69,17 +69,25 @@ bool covers(const DeviceMesh& whole, const DeviceMesh& part) {
 /// The mesh whose ranks include those of all the others.
 const DeviceMesh& widest_mesh(const Groups& groups) {
   if (groups.empty()) throw ConfigError("there are no modules whose gradients could be looked at: give at least one");
-  const auto widest = std::max_element(groups.begin(), groups.end(), [](const auto& a, const auto& b) {
-    return a->model().mesh().size() < b->model().mesh().size();
+  const DeviceMesh* widest = &groups.front()->model().mesh();
+  const detail::ParamGroup* owner = groups.front().get();
+  const auto for_each_mesh = [&](auto&& visit) {
+    for (const auto& group : groups)
+      for (const detail::Binding& binding : group->model().bindings()) visit(*group, binding.mesh);
+  };
+  for_each_mesh([&](const detail::ParamGroup& group, const DeviceMesh& mesh) {
+    if (mesh.size() <= widest->size()) return;
+    widest = &mesh;
+    owner = &group;
   });
-  const DeviceMesh& mesh = (*widest)->model().mesh();
-  for (const auto& group : groups)
-    if (!covers(mesh, group->model().mesh()))
+  for_each_mesh([&](const detail::ParamGroup& group, const DeviceMesh& mesh) {
+    if (!covers(*widest, mesh))
       throw ConfigError(
           fmt::format("gradients of modules on meshes that do not cover each other cannot be summed: \"{}\" has ranks "
                       "that are not among the {} of \"{}\". Put one module on a mesh of all ranks",
-                      group->name(), mesh.size(), (*widest)->name()));
-  return mesh;
+                      group.name(), widest->size(), owner->name()));
+  });
+  return *widest;
 }
 
 void finish_backward(const Groups& groups, const ExecutionSpace& exec) {
@@ -91,24 +99,32 @@ void finish_backward(const Groups& groups, const ExecutionSpace& exec) {
 /// What each group contributes on this rank.
 std::vector<double> contributions(const Groups& groups, Term term, const ExecutionSpace& exec) {
   Tensor& parts = groups.front()->model().norm_parts;
-  const auto count = static_cast<std::int64_t>(groups.size());
+  std::int64_t count = 0;
+  for (const auto& group : groups) count += static_cast<std::int64_t>(group->layout().sections.size());
   if (parts.numel() < count) parts = Tensor::uninitialized(DType::u64, {count}, "fsdp2::norm_parts");
   const Tensor used = parts.slice(0, {count});
   kernels::zero(exec, used.buffer());
-  for (std::int64_t i = 0; i < count; ++i) {
-    detail::ParamGroup& group = *groups[static_cast<std::size_t>(i)];
-    if (!group.has_gradient()) continue;
-    // A maximum may look at replicas too, and finds what is not finite on one of them only.
-    const Tensor& elements = term == Term::maximum ? group.held_elements() : group.counted_elements();
-    kernels::reduce_segments(exec, used.slice(i, {}), group.trainable_gradients(exec), elements, term);
+  std::int64_t next = 0;
+  for (const auto& group : groups) {
+    if (group->has_gradient()) group->make_gradients(exec);
+    for (std::size_t s = 0; s < group->layout().sections.size(); ++s, ++next) {
+      if (!group->has_gradient()) continue;
+      // A maximum may look at replicas too, and finds what is not finite on one of them only.
+      const Tensor& elements = term == Term::maximum ? group->held_elements(s) : group->counted_elements(s);
+      kernels::reduce_segments(exec, used.slice(next, {}), group->section_gradients(group->layout().sections[s]),
+                               elements, term);
+    }
   }
-  std::vector<std::uint64_t> bits(groups.size());
-  kernels::copy_to_host(exec, reinterpret_cast<std::byte*>(bits.data()), used);
+  std::vector<double> by_section(static_cast<std::size_t>(count));
+  kernels::copy_to_host(exec, reinterpret_cast<std::byte*>(by_section.data()), used);
   std::vector<double> values;
-  values.reserve(bits.size());
-  for (const std::uint64_t value : bits)
-    values.push_back(term == Term::maximum ? std::bit_cast<float>(static_cast<std::uint32_t>(value))
-                                           : std::bit_cast<double>(value));
+  values.reserve(groups.size());
+  auto section = by_section.begin();
+  for (const auto& group : groups) {
+    double value = 0;
+    for (std::size_t s = 0; s < group->layout().sections.size(); ++s) value = combine(term, value, *section++);
+    values.push_back(value);
+  }
   return values;
 }
 
@@ -145,8 +161,12 @@ double global_norm(const Groups& groups, Term term, bool error_if_nonfinite, con
 }
 
 void scale_gradients(const Groups& groups, double factor, const ExecutionSpace& exec) {
-  for (const auto& group : groups)
-    if (group->has_gradient()) kernels::scale(exec, group->trainable_gradients(exec), factor);
+  for (const auto& group : groups) {
+    if (!group->has_gradient()) continue;
+    group->make_gradients(exec);
+    for (const detail::Section& section : group->layout().sections)
+      if (section.trainable > 0) kernels::scale(exec, group->section_gradients(section), factor);
+  }
 }
 
 double clip(const Groups& groups, double max_norm, const ClipOptions& options, const ExecutionSpace& exec) {

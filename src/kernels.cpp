@@ -95,35 +95,79 @@ void reduce_as(const ExecutionSpace& exec, const Tensor& result, const Tensor& p
     launch_reduce<T, ReduceOp::max>(exec, result, parts);
 }
 
-/// Dimensions of the largest box that extract_box takes in one kernel.
+/// The values of a type tag, called with the type of a castable dtype.
+template <class Visitor>
+void for_castable(DType dtype, Visitor&& visit) {
+  switch (dtype) {
+    case DType::f64:
+      return visit(std::type_identity<double>());
+    case DType::f32:
+      return visit(std::type_identity<float>());
+    case DType::f16:
+      return visit(std::type_identity<float16>());
+    case DType::bf16:
+      return visit(std::type_identity<bfloat16>());
+    default:
+      throw ShapeError(fmt::format("{} is not f64, f32, f16 or bf16", to_string(dtype)));
+  }
+}
+
+/// In which elements are computed: f64 where one of the types is f64.
+template <class... T>
+using Compute = std::conditional_t<(std::is_same_v<T, double> || ...), double, float>;
+
+template <class T>
+T* data_of(const Tensor& tensor) {
+  return reinterpret_cast<T*>(tensor.data());
+}
+
+/// Dimensions of the largest box that kernels take.
 constexpr int max_dimensions = 8;
+
+/// Where the elements of a box lie in a row-major tensor.
+struct BoxIndex {
+  int dimensions;
+  std::int64_t extent[max_dimensions];
+  std::int64_t stride[max_dimensions];  // of the tensor, in elements
+  std::int64_t start;
+
+  BoxIndex(const Shape& shape, const Box& box)
+      : dimensions(static_cast<int>(shape.size())), extent{}, stride{}, start(0) {
+    if (dimensions > max_dimensions)
+      throw ShapeError(fmt::format("shape {} has more than {} dimensions", to_string(shape), max_dimensions));
+    std::int64_t size = 1;
+    for (std::size_t d = shape.size(); d-- > 0;) {
+      extent[d] = box.extent[d];
+      stride[d] = size;
+      start += box.offset[d] * size;
+      size *= shape[d];
+    }
+  }
+
+  KOKKOS_FUNCTION std::int64_t operator()(std::int64_t index) const {
+    std::int64_t place = start;
+    for (int d = dimensions - 1; d >= 0; --d) {
+      place += (index % extent[d]) * stride[d];
+      index /= extent[d];
+    }
+    return place;
+  }
+};
 
 struct ExtractBox {
   const std::byte* source;
   std::byte* target;
   std::int64_t element_bytes;
-  int dimensions;
-  std::int64_t extent[max_dimensions];
-  std::int64_t stride[max_dimensions];  // of the source, in elements
-  std::int64_t start;
+  BoxIndex place;
 
   KOKKOS_FUNCTION void operator()(std::int64_t index) const {
-    std::int64_t from = start;
-    std::int64_t rest = index;
-    for (int d = dimensions - 1; d >= 0; --d) {
-      from += (rest % extent[d]) * stride[d];
-      rest /= extent[d];
-    }
-    memcpy(target + index * element_bytes, source + from * element_bytes, static_cast<std::size_t>(element_bytes));
+    memcpy(target + index * element_bytes, source + place(index) * element_bytes,
+           static_cast<std::size_t>(element_bytes));
   }
 };
 
-float* f32(const Tensor& tensor) {
-  return reinterpret_cast<float*>(tensor.data());
-}
-
-/// The largest piece of a segment that one host iteration or one team copies.
-constexpr std::int64_t segment_piece = 16384;
+/// The largest piece of a segment that one host iteration or one team takes.
+constexpr std::int64_t segment_piece = 65536;
 
 using SegmentPolicy = Kokkos::TeamPolicy<ExecutionSpace, Kokkos::IndexType<std::int64_t>>;
 
@@ -137,13 +181,13 @@ SegmentPolicy segment_policy(const ExecutionSpace& exec, const Tensor& segments)
 
 struct CopySegments {
   const Segment* segments;
-  const float* source;
-  float* target;
+  const std::byte* source;
+  std::byte* target;
 
   KOKKOS_FUNCTION void operator()(const SegmentPolicy::member_type& team) const {
     const Segment piece = segments[team.league_rank()];
     if constexpr (compat::host_accessible<MemorySpace>) {
-      memcpy(target + piece.target, source + piece.source, static_cast<std::size_t>(piece.count) * sizeof(float));
+      memcpy(target + piece.target, source + piece.source, static_cast<std::size_t>(piece.count));
     } else {
       for (std::int64_t i = team.team_rank(); i < piece.count; i += team.team_size())
         target[piece.target + i] = source[piece.source + i];
@@ -153,11 +197,12 @@ struct CopySegments {
 
 struct ZeroSegments {
   const Segment* segments;
-  float* target;
+  std::byte* target;
 
   KOKKOS_FUNCTION void operator()(const SegmentPolicy::member_type& team) const {
     const Segment piece = segments[team.league_rank()];
-    for (std::int64_t i = team.team_rank(); i < piece.count; i += team.team_size()) target[piece.target + i] = 0;
+    for (std::int64_t i = team.team_rank(); i < piece.count; i += team.team_size())
+      target[piece.target + i] = std::byte{0};
   }
 };
 
@@ -179,69 +224,99 @@ void for_blocks(const ExecutionSpace& exec, const char* label, std::int64_t coun
   Kokkos::parallel_for(label, range(exec, (count + block - 1) / block), Blocks<Body>{body, count});
 }
 
-template <bool add>
+template <class Target, class Source>
+struct Cast {
+  Target* target;
+  const Source* source;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
+    for (std::int64_t i = begin; i < end; ++i)
+      target[i] = static_cast<Target>(static_cast<Compute<Target, Source>>(source[i]));
+  }
+};
+
+template <class Gradient, class Sum, bool add>
 struct Accumulate {
-  float* gradient;
-  const float* sum;
-  float divisor;
+  using Number = Compute<Gradient, Sum>;
+
+  Gradient* gradient;
+  const Sum* sum;
+  Number divisor;
 
   KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t i = begin; i < end; ++i) {
-      const float share = sum[i] / divisor;
-      gradient[i] = add ? gradient[i] + share : share;
+      const Number share = static_cast<Number>(sum[i]) / divisor;
+      gradient[i] = static_cast<Gradient>(add ? static_cast<Number>(gradient[i]) + share : share);
     }
   }
 };
 
+struct CountDifferences {
+  const std::byte* a;
+  const std::byte* b;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t i, std::int64_t& count) const { count += a[i] == b[i] ? 0 : 1; }
+};
+
 struct Magnitude {
-  using Value = double;
   using Reducer = Kokkos::Sum<double, MemorySpace>;
-  KOKKOS_FUNCTION static double term(float x) { return x < 0 ? -static_cast<double>(x) : static_cast<double>(x); }
+  template <class T>
+  KOKKOS_FUNCTION static double term(T x) {
+    return x < 0 ? -static_cast<double>(x) : static_cast<double>(x);
+  }
   KOKKOS_FUNCTION static double combine(double a, double b) { return a + b; }
+  KOKKOS_FUNCTION static double widen(double value) { return value; }
 };
 
 struct Square {
-  using Value = double;
   using Reducer = Kokkos::Sum<double, MemorySpace>;
-  KOKKOS_FUNCTION static double term(float x) { return static_cast<double>(x) * static_cast<double>(x); }
+  template <class T>
+  KOKKOS_FUNCTION static double term(T x) {
+    return static_cast<double>(x) * static_cast<double>(x);
+  }
   KOKKOS_FUNCTION static double combine(double a, double b) { return a + b; }
+  KOKKOS_FUNCTION static double widen(double value) { return value; }
 };
 
 /// Of the bits, which are in the order of the magnitudes, with NaN at the end.
 struct Maximum {
-  using Value = std::uint32_t;
   using Reducer = Kokkos::Max<std::uint64_t, MemorySpace>;
-  KOKKOS_FUNCTION static std::uint32_t term(float x) {
-    std::uint32_t bits = 0;
-    memcpy(&bits, &x, sizeof(bits));
-    return bits & 0x7fffffffu;
+  KOKKOS_FUNCTION static std::uint32_t term(float x) { return detail::bit_cast<std::uint32_t>(x) & 0x7fffffffu; }
+  KOKKOS_FUNCTION static std::uint64_t term(double x) {
+    return detail::bit_cast<std::uint64_t>(x) & 0x7fffffffffffffffu;
   }
   template <class T>
   KOKKOS_FUNCTION static T combine(T a, T b) {
     return a < b ? b : a;
   }
+  KOKKOS_FUNCTION static std::uint64_t widen(std::uint32_t bits) {
+    return detail::bit_cast<std::uint64_t>(static_cast<double>(detail::bit_cast<float>(bits)));
+  }
+  KOKKOS_FUNCTION static std::uint64_t widen(std::uint64_t bits) { return bits; }
 };
 
-template <class Norm>
+template <class Norm, class T>
 struct ReduceSegments {
   using Result = typename Norm::Reducer::value_type;
+  using Number = Compute<T>;
+  using Partial = decltype(Norm::term(Number()));
   /// Independent partial results, so that the compiler can vectorise across them.
   static constexpr int lanes = compat::host_accessible<MemorySpace> ? 16 : 1;
 
   const Segment* segments;
-  const float* source;
+  const T* source;
 
   KOKKOS_FUNCTION void operator()(const SegmentPolicy::member_type& team, Result& result) const {
     const Segment piece = segments[team.league_rank()];
-    const float* values = source + piece.source;
-    typename Norm::Value partial[lanes] = {};
+    const T* values = source + piece.source;
+    Partial partial[lanes] = {};
     std::int64_t i = static_cast<std::int64_t>(team.team_rank()) * lanes;
     for (; i + lanes <= piece.count; i += static_cast<std::int64_t>(team.team_size()) * lanes)
       for (int lane = 0; lane < lanes; ++lane)
-        partial[lane] = Norm::combine(partial[lane], Norm::term(values[i + lane]));
+        partial[lane] = Norm::combine(partial[lane], Norm::term(static_cast<Number>(values[i + lane])));
     for (int lane = 0; i + lane < piece.count; ++lane)
-      partial[lane] = Norm::combine(partial[lane], Norm::term(values[i + lane]));
-    for (int lane = 0; lane < lanes; ++lane) result = Norm::combine(result, static_cast<Result>(partial[lane]));
+      partial[lane] = Norm::combine(partial[lane], Norm::term(static_cast<Number>(values[i + lane])));
+    for (int lane = 0; lane < lanes; ++lane) result = Norm::combine(result, Norm::widen(partial[lane]));
   }
 };
 
@@ -250,48 +325,93 @@ void launch_reduce_segments(const ExecutionSpace& exec, const Tensor& result, co
                             const Tensor& segments) {
   using Reducer = typename Norm::Reducer;
   using Result = typename Reducer::value_type;
-  const Kokkos::View<Result, MemorySpace> target(reinterpret_cast<Result*>(result.data()));
-  Kokkos::parallel_reduce("fsdp2::reduce_segments", segment_policy(exec, segments),
-                          ReduceSegments<Norm>{reinterpret_cast<const Segment*>(segments.data()), f32(source)},
-                          Reducer(target));
+  const Kokkos::View<Result, MemorySpace> target(data_of<Result>(result));
+  for_castable(source.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    Kokkos::parallel_reduce("fsdp2::reduce_segments", segment_policy(exec, segments),
+                            ReduceSegments<Norm, T>{data_of<const Segment>(segments), data_of<const T>(source)},
+                            Reducer(target));
+  });
 }
 
+template <class T>
 struct Scale {
-  float* values;
-  float factor;
+  T* values;
+  Compute<T> factor;
 
   KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
-    for (std::int64_t i = begin; i < end; ++i) values[i] *= factor;
+    for (std::int64_t i = begin; i < end; ++i) values[i] = static_cast<T>(static_cast<Compute<T>>(values[i]) * factor);
   }
 };
 
+template <class T>
+struct FillConstant {
+  T* target;
+  T value;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t i) const { target[i] = value; }
+};
+
+template <class T>
 struct FillUniform {
-  float* target;
-  std::int64_t first;
+  T* target;
+  BoxIndex place;
   std::uint64_t key;
   std::uint64_t seed;
   double low;
   double high;
 
   KOKKOS_FUNCTION void operator()(std::int64_t i) const {
-    const PhiloxBlock random = philox(seed, static_cast<std::uint64_t>(first + i), key);
-    target[i] = static_cast<float>(low + (high - low) * (random.word[0] * 0x1p-32));
+    const PhiloxBlock random = philox(seed, static_cast<std::uint64_t>(place(i)), key);
+    target[i] = static_cast<T>(low + (high - low) * (random.word[0] * 0x1p-32));
   }
 };
 
+/// Box and Muller, of the first two words or the last two.
+KOKKOS_FUNCTION double standard_normal(const PhiloxBlock& random, int pair) {
+  const double radius = compat::sqrt(-2.0 * compat::log((random.word[2 * pair] + 1.0) * 0x1p-32));
+  const double angle = 6.283185307179586 * (random.word[2 * pair + 1] * 0x1p-32);
+  return radius * compat::cos(angle);
+}
+
+template <class T>
 struct FillNormal {
-  float* target;
-  std::int64_t first;
+  T* target;
+  BoxIndex place;
   std::uint64_t key;
   std::uint64_t seed;
   double mean;
   double standard_deviation;
 
-  KOKKOS_FUNCTION void operator()(std::int64_t i) const {  // Box and Muller
-    const PhiloxBlock random = philox(seed, static_cast<std::uint64_t>(first + i), key);
-    const double radius = compat::sqrt(-2.0 * compat::log((random.word[0] + 1.0) * 0x1p-32));
-    const double angle = 6.283185307179586 * (random.word[1] * 0x1p-32);
-    target[i] = static_cast<float>(mean + standard_deviation * radius * compat::cos(angle));
+  KOKKOS_FUNCTION void operator()(std::int64_t i) const {
+    const PhiloxBlock random = philox(seed, static_cast<std::uint64_t>(place(i)), key);
+    target[i] = static_cast<T>(mean + standard_deviation * standard_normal(random, 0));
+  }
+};
+
+/// Normal numbers until one is within the bounds. Each attempt has another key, so that elements stay independent.
+template <class T>
+struct FillTruncatedNormal {
+  T* target;
+  BoxIndex place;
+  std::uint64_t key;
+  std::uint64_t seed;
+  double mean;
+  double standard_deviation;
+  double low;
+  double high;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t i) const {
+    const auto index = static_cast<std::uint64_t>(place(i));
+    for (std::uint64_t attempt = 0;; ++attempt) {
+      const PhiloxBlock random = philox(seed + attempt * 0x9e3779b97f4a7c15u, index, key);
+      for (int pair = 0; pair < 2; ++pair) {
+        const double value = mean + standard_deviation * standard_normal(random, pair);
+        if (value < low || value > high) continue;
+        target[i] = static_cast<T>(value);
+        return;
+      }
+    }
   }
 };
 
@@ -301,7 +421,7 @@ struct Increment {
 };
 
 struct AdamWScalars {
-  float* scalars;
+  double* scalars;
   const std::int64_t* step;
   double lr;
   double beta1;
@@ -309,66 +429,95 @@ struct AdamWScalars {
 
   KOKKOS_FUNCTION void operator()(std::int64_t) const {
     const auto t = static_cast<double>(*step);
-    scalars[0] = static_cast<float>(lr / (1.0 - compat::pow(beta1, t)));
-    scalars[1] = static_cast<float>(compat::sqrt(1.0 - compat::pow(beta2, t)));
+    scalars[0] = lr / (1.0 - compat::pow(beta1, t));
+    scalars[1] = compat::sqrt(1.0 - compat::pow(beta2, t));
   }
 };
 
+template <class Parameter, class Gradient>
 struct AdamWUpdate {
-  float* parameters;
-  const float* gradients;
-  float* exp_avg;
-  float* exp_avg_sq;
-  const float* scalars;
-  float decay;
-  float beta1;
-  float rest1;  // 1 - beta1
-  float beta2;
-  float rest2;
-  float eps;
+  using Number = Compute<Parameter, Gradient>;
+
+  Parameter* parameters;
+  const Gradient* gradients;
+  Number* exp_avg;
+  Number* exp_avg_sq;
+  const double* scalars;
+  Number decay;
+  Number beta1;
+  Number rest1;  // 1 - beta1
+  Number beta2;
+  Number rest2;
+  Number eps;
 
   KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
-    const float rate = scalars[0];
-    const float correction = scalars[1];
+    const auto rate = static_cast<Number>(scalars[0]);
+    const auto correction = static_cast<Number>(scalars[1]);
     for (std::int64_t i = begin; i < end; ++i) {
-      const float g = gradients[i];
-      const float m = beta1 * exp_avg[i] + rest1 * g;
-      const float v = beta2 * exp_avg_sq[i] + rest2 * g * g;
+      const auto g = static_cast<Number>(gradients[i]);
+      const Number m = beta1 * exp_avg[i] + rest1 * g;
+      const Number v = beta2 * exp_avg_sq[i] + rest2 * g * g;
       exp_avg[i] = m;
       exp_avg_sq[i] = v;
-      parameters[i] = parameters[i] * decay - rate * m / (compat::sqrt(v) / correction + eps);
+      parameters[i] = static_cast<Parameter>(static_cast<Number>(parameters[i]) * decay -
+                                             rate * m / (compat::sqrt(v) / correction + eps));
     }
   }
 };
 
+template <class Parameter, class Gradient>
 struct SgdUpdate {
-  float* parameters;
-  const float* gradients;
-  float lr;
-  float weight_decay;
+  using Number = Compute<Parameter, Gradient>;
 
-  KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
-    for (std::int64_t i = begin; i < end; ++i) parameters[i] -= lr * (gradients[i] + weight_decay * parameters[i]);
-  }
-};
-
-struct SgdMomentumUpdate {
-  float* parameters;
-  const float* gradients;
-  float* momentum_buffer;
-  float lr;
-  float momentum;
-  float weight_decay;
+  Parameter* parameters;
+  const Gradient* gradients;
+  Number lr;
+  Number weight_decay;
 
   KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t i = begin; i < end; ++i) {
-      const float g = gradients[i] + weight_decay * parameters[i];
-      const float m = momentum * momentum_buffer[i] + g;
-      momentum_buffer[i] = m;
-      parameters[i] -= lr * m;
+      const auto p = static_cast<Number>(parameters[i]);
+      parameters[i] = static_cast<Parameter>(p - lr * (static_cast<Number>(gradients[i]) + weight_decay * p));
     }
   }
 };
+
+template <class Parameter, class Gradient>
+struct SgdMomentumUpdate {
+  using Number = Compute<Parameter, Gradient>;
+
+  Parameter* parameters;
+  const Gradient* gradients;
+  Number* momentum_buffer;
+  Number lr;
+  Number momentum;
+  Number weight_decay;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t begin, std::int64_t end) const {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const auto p = static_cast<Number>(parameters[i]);
+      const Number g = static_cast<Number>(gradients[i]) + weight_decay * p;
+      const Number m = momentum * momentum_buffer[i] + g;
+      momentum_buffer[i] = m;
+      parameters[i] = static_cast<Parameter>(p - lr * m);
+    }
+  }
+};
+
+/// Visits the types of parameters and gradients: the same, or low-precision gradients of wider parameters.
+template <class Visitor>
+void for_update(const Tensor& parameters, const Tensor& gradients, Visitor&& visit) {
+  for_castable(parameters.dtype(), [&](auto parameter) {
+    using Parameter = typename decltype(parameter)::type;
+    if (gradients.dtype() == parameters.dtype()) return visit(parameter, parameter);
+    if constexpr (sizeof(Parameter) > 2) {
+      if (gradients.dtype() == DType::bf16) return visit(parameter, std::type_identity<bfloat16>());
+      if (gradients.dtype() == DType::f16) return visit(parameter, std::type_identity<float16>());
+    }
+    throw ShapeError(fmt::format("{} parameters cannot be updated by {} gradients", to_string(parameters.dtype()),
+                                 to_string(gradients.dtype())));
+  });
+}
 
 }  // namespace
 
@@ -403,24 +552,38 @@ void copy_from_host(const ExecutionSpace& exec, const Tensor& target, const std:
   compat::fence(exec, "fsdp2::copy_from_host");
 }
 
+void cast(const ExecutionSpace& exec, const Tensor& target, const Tensor& source) {
+  if (target.dtype() == source.dtype()) return copy(exec, target, source);
+  if (target.numel() != source.numel())
+    throw ShapeError(fmt::format("cannot cast {} elements into {}", source.numel(), target.numel()));
+  for_castable(target.dtype(), [&](auto target_tag) {
+    for_castable(source.dtype(), [&](auto source_tag) {
+      using Target = typename decltype(target_tag)::type;
+      using Source = typename decltype(source_tag)::type;
+      if constexpr (!std::is_same_v<Target, Source>)
+        for_blocks(exec, "fsdp2::cast", target.numel(),
+                   Cast<Target, Source>{data_of<Target>(target), data_of<const Source>(source)});
+    });
+  });
+}
+
+std::int64_t count_differences(const ExecutionSpace& exec, const Tensor& a, const Tensor& b) {
+  require_same_length(a, b);
+  std::int64_t count = 0;
+  Kokkos::parallel_reduce("fsdp2::count_differences", range(exec, a.bytes()), CountDifferences{a.data(), b.data()},
+                          count);
+  return count;
+}
+
 void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box) {
-  const std::size_t rank = source.shape().size();
-  if (rank > max_dimensions)
-    throw ShapeError(fmt::format("shape {} has more than {} dimensions", to_string(source.shape()), max_dimensions));
+  const BoxIndex place(source.shape(), box);
   const std::int64_t count = box.numel();
   if (target.dtype() != source.dtype() || target.numel() != count)
     throw ShapeError(fmt::format("a box of {} {} does not fit a target of {} {}", to_string(source.dtype()),
                                  to_string(box.extent), to_string(target.dtype()), to_string(target.shape())));
   if (count == 0) return;
-  ExtractBox functor{source.data(), target.data(), size_of(source.dtype()), static_cast<int>(rank), {}, {}, 0};
-  std::int64_t stride = 1;
-  for (std::size_t d = rank; d-- > 0;) {
-    functor.extent[d] = box.extent[d];
-    functor.stride[d] = stride;
-    functor.start += box.offset[d] * stride;
-    stride *= source.shape()[d];
-  }
-  Kokkos::parallel_for("fsdp2::extract_box", range(exec, count), functor);
+  Kokkos::parallel_for("fsdp2::extract_box", range(exec, count),
+                       ExtractBox{source.data(), target.data(), size_of(source.dtype()), place});
 }
 
 void reduce_parts(const ExecutionSpace& exec, const Tensor& result, const Tensor& parts, ReduceOp op) {
@@ -481,21 +644,31 @@ Tensor make_segments(const ExecutionSpace& exec, const std::vector<Segment>& seg
 void copy_segments(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Tensor& segments) {
   if (segments.numel() == 0) return;
   Kokkos::parallel_for("fsdp2::copy_segments", segment_policy(exec, segments),
-                       CopySegments{reinterpret_cast<const Segment*>(segments.data()), f32(source), f32(target)});
+                       CopySegments{data_of<const Segment>(segments), source.data(), target.data()});
 }
 
 void zero_segments(const ExecutionSpace& exec, const Tensor& target, const Tensor& segments) {
   if (segments.numel() == 0) return;
   Kokkos::parallel_for("fsdp2::zero_segments", segment_policy(exec, segments),
-                       ZeroSegments{reinterpret_cast<const Segment*>(segments.data()), f32(target)});
+                       ZeroSegments{data_of<const Segment>(segments), target.data()});
 }
 
 void accumulate(const ExecutionSpace& exec, const Tensor& gradient, const Tensor& sum, double divisor, bool add) {
-  const auto factor = static_cast<float>(divisor);
-  if (add)
-    for_blocks(exec, "fsdp2::accumulate", gradient.numel(), Accumulate<true>{f32(gradient), f32(sum), factor});
-  else
-    for_blocks(exec, "fsdp2::accumulate", gradient.numel(), Accumulate<false>{f32(gradient), f32(sum), factor});
+  for_castable(gradient.dtype(), [&](auto gradient_tag) {
+    for_castable(sum.dtype(), [&](auto sum_tag) {
+      using Gradient = typename decltype(gradient_tag)::type;
+      using Sum = typename decltype(sum_tag)::type;
+      Gradient* const target = data_of<Gradient>(gradient);
+      const Sum* const source = data_of<const Sum>(sum);
+      const auto number = static_cast<Compute<Gradient, Sum>>(divisor);
+      if (add)
+        for_blocks(exec, "fsdp2::accumulate", gradient.numel(),
+                   Accumulate<Gradient, Sum, true>{target, source, number});
+      else
+        for_blocks(exec, "fsdp2::accumulate", gradient.numel(),
+                   Accumulate<Gradient, Sum, false>{target, source, number});
+    });
+  });
 }
 
 void reduce_segments(const ExecutionSpace& exec, const Tensor& result, const Tensor& source, const Tensor& segments,
@@ -512,20 +685,35 @@ void reduce_segments(const ExecutionSpace& exec, const Tensor& result, const Ten
 }
 
 void scale(const ExecutionSpace& exec, const Tensor& tensor, double factor) {
-  for_blocks(exec, "fsdp2::scale", tensor.numel(), Scale{f32(tensor), static_cast<float>(factor)});
+  for_castable(tensor.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for_blocks(exec, "fsdp2::scale", tensor.numel(), Scale<T>{data_of<T>(tensor), static_cast<Compute<T>>(factor)});
+  });
 }
 
-void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, std::int64_t first,
-                std::uint64_t key) {
+void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, const Shape& shape,
+                const Box& box, std::uint64_t key) {
   const std::int64_t count = target.numel();
   if (count == 0) return;
-  const auto [kind, a, b, seed] = initializer;
-  if (kind == Initializer::Kind::constant)
-    Kokkos::deep_copy(exec, target.slice(0, {count}).view<float*>(), static_cast<float>(a));
-  else if (kind == Initializer::Kind::uniform)
-    Kokkos::parallel_for("fsdp2::fill_uniform", range(exec, count), FillUniform{f32(target), first, key, seed, a, b});
-  else
-    Kokkos::parallel_for("fsdp2::fill_normal", range(exec, count), FillNormal{f32(target), first, key, seed, a, b});
+  const BoxIndex place(shape, box);
+  const auto& [kind, a, b, seed, low, high] = initializer;
+  for_castable(target.dtype(), [&, a = a, b = b, seed = seed, low = low, high = high, kind = kind](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* const data = data_of<T>(target);
+    const auto policy = range(exec, count);
+    switch (kind) {
+      case Initializer::Kind::constant:
+        return Kokkos::parallel_for("fsdp2::fill_constant", policy, FillConstant<T>{data, static_cast<T>(a)});
+      case Initializer::Kind::uniform:
+        return Kokkos::parallel_for("fsdp2::fill_uniform", policy, FillUniform<T>{data, place, key, seed, a, b});
+      case Initializer::Kind::truncated_normal:
+        return Kokkos::parallel_for("fsdp2::fill_truncated_normal", policy,
+                                    FillTruncatedNormal<T>{data, place, key, seed, a, b, low, high});
+      case Initializer::Kind::normal:
+      case Initializer::Kind::kaiming:
+        return Kokkos::parallel_for("fsdp2::fill_normal", policy, FillNormal<T>{data, place, key, seed, a, b});
+    }
+  });
 }
 
 void increment(const ExecutionSpace& exec, const Tensor& step) {
@@ -534,30 +722,50 @@ void increment(const ExecutionSpace& exec, const Tensor& step) {
 
 void adamw_scalars(const ExecutionSpace& exec, const Tensor& scalars, const Tensor& step, double lr, double beta1,
                    double beta2) {
-  Kokkos::parallel_for(
-      "fsdp2::adamw_scalars", range(exec, 1),
-      AdamWScalars{f32(scalars), reinterpret_cast<const std::int64_t*>(step.data()), lr, beta1, beta2});
+  Kokkos::parallel_for("fsdp2::adamw_scalars", range(exec, 1),
+                       AdamWScalars{data_of<double>(scalars), data_of<const std::int64_t>(step), lr, beta1, beta2});
 }
 
 void adamw(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients, const Tensor& exp_avg,
            const Tensor& exp_avg_sq, const Tensor& scalars, double decay, double beta1, double beta2, double eps) {
-  for_blocks(exec, "fsdp2::adamw", parameters.numel(),
-             AdamWUpdate{f32(parameters), f32(gradients), f32(exp_avg), f32(exp_avg_sq), f32(scalars),
-                         static_cast<float>(decay), static_cast<float>(beta1), static_cast<float>(1 - beta1),
-                         static_cast<float>(beta2), static_cast<float>(1 - beta2), static_cast<float>(eps)});
+  for_update(parameters, gradients, [&](auto parameter, auto gradient) {
+    using Parameter = typename decltype(parameter)::type;
+    using Gradient = typename decltype(gradient)::type;
+    using Update = AdamWUpdate<Parameter, Gradient>;
+    using Number = typename Update::Number;
+    for_blocks(exec, "fsdp2::adamw", parameters.numel(),
+               Update{data_of<Parameter>(parameters), data_of<const Gradient>(gradients), data_of<Number>(exp_avg),
+                      data_of<Number>(exp_avg_sq), data_of<const double>(scalars), static_cast<Number>(decay),
+                      static_cast<Number>(beta1), static_cast<Number>(1 - beta1), static_cast<Number>(beta2),
+                      static_cast<Number>(1 - beta2), static_cast<Number>(eps)});
+  });
 }
 
 void sgd(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients, double lr,
          double weight_decay) {
-  for_blocks(exec, "fsdp2::sgd", parameters.numel(),
-             SgdUpdate{f32(parameters), f32(gradients), static_cast<float>(lr), static_cast<float>(weight_decay)});
+  for_update(parameters, gradients, [&](auto parameter, auto gradient) {
+    using Parameter = typename decltype(parameter)::type;
+    using Gradient = typename decltype(gradient)::type;
+    using Update = SgdUpdate<Parameter, Gradient>;
+    using Number = typename Update::Number;
+    for_blocks(exec, "fsdp2::sgd", parameters.numel(),
+               Update{data_of<Parameter>(parameters), data_of<const Gradient>(gradients), static_cast<Number>(lr),
+                      static_cast<Number>(weight_decay)});
+  });
 }
 
 void sgd_momentum(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
                   const Tensor& momentum_buffer, double lr, double momentum, double weight_decay) {
-  for_blocks(exec, "fsdp2::sgd_momentum", parameters.numel(),
-             SgdMomentumUpdate{f32(parameters), f32(gradients), f32(momentum_buffer), static_cast<float>(lr),
-                               static_cast<float>(momentum), static_cast<float>(weight_decay)});
+  for_update(parameters, gradients, [&](auto parameter, auto gradient) {
+    using Parameter = typename decltype(parameter)::type;
+    using Gradient = typename decltype(gradient)::type;
+    using Update = SgdMomentumUpdate<Parameter, Gradient>;
+    using Number = typename Update::Number;
+    for_blocks(
+        exec, "fsdp2::sgd_momentum", parameters.numel(),
+        Update{data_of<Parameter>(parameters), data_of<const Gradient>(gradients), data_of<Number>(momentum_buffer),
+               static_cast<Number>(lr), static_cast<Number>(momentum), static_cast<Number>(weight_decay)});
+  });
 }
 
 }  // namespace fsdp2::kernels

@@ -26,6 +26,12 @@ void copy(const ExecutionSpace& exec, const Tensor& target, const Tensor& source
 void copy_to_host(const ExecutionSpace& exec, std::byte* target, const Tensor& source);
 void copy_from_host(const ExecutionSpace& exec, const Tensor& target, const std::byte* source);
 
+/// target = source, rounded once where the dtypes differ: both are castable then, else any. Equal numbers of elements.
+void cast(const ExecutionSpace& exec, const Tensor& target, const Tensor& source);
+
+/// How many bytes of two tensors of one length differ; returns when it is known.
+std::int64_t count_differences(const ExecutionSpace& exec, const Tensor& a, const Tensor& b);
+
 /// Copies the elements of `box` out of a row-major tensor `source` into the dense `target` of the box's extents.
 void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box);
 
@@ -34,7 +40,7 @@ void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor&
 /// Throws ShapeError for min or max of complex numbers, and unless `parts` holds a multiple of n elements.
 void reduce_parts(const ExecutionSpace& exec, const Tensor& result, const Tensor& parts, ReduceOp op);
 
-/// target[target .. target+count) = source[source .. source+count), in elements.
+/// target[target .. target+count) = source[source .. source+count).
 struct Segment {
   std::int64_t source = 0;
   std::int64_t target = 0;
@@ -42,33 +48,37 @@ struct Segment {
 };
 /// The segments where kernels can read them, cut into pieces of similar work. Returns when they are there.
 Tensor make_segments(const ExecutionSpace& exec, const std::vector<Segment>& segments);
-/// Copies between f32 tensors; segments must not overlap in the target.
+/// Copies bytes; segments must not overlap in the target.
 void copy_segments(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Tensor& segments);
-/// Writes zeros to the target ranges.
+/// Writes zeros to the target ranges, in bytes.
 void zero_segments(const ExecutionSpace& exec, const Tensor& target, const Tensor& segments);
 
-/// gradient = sum / divisor, or gradient += sum / divisor. f32, equal lengths. A division, so that it rounds once.
+/// gradient = sum / divisor, or gradient += sum / divisor, of castable dtypes and equal lengths, in f64 where one of
+/// them is f64, else in f32. A division, so that it rounds once.
 void accumulate(const ExecutionSpace& exec, const Tensor& gradient, const Tensor& sum, double divisor, bool add);
 
 /// What a norm adds up, or takes the largest of.
 enum class Term : std::uint8_t { magnitude, square, maximum };
-/// result, a u64 scalar = the bits of Σ|x| or Σx² in f64, or of max |x| in f32, over the elements x of f32 `source` at
+/// result, a u64 scalar = the bits of the f64 number Σ|x|, Σx² or max |x| over the elements x of castable `source` at
 /// the segments' sources. NaN is the largest of all. `result` must be 0 before.
 void reduce_segments(const ExecutionSpace& exec, const Tensor& result, const Tensor& source, const Tensor& segments,
                      Term term);
-/// tensor *= factor, rounded to f32 first.
+/// tensor *= factor, castable; the factor is rounded to f32 first, unless the tensor is f64.
 void scale(const ExecutionSpace& exec, const Tensor& tensor, double factor);
 
-/// Elements first, first+1, … of the parameter whose name hashes to `key`. f32. `initializer` is not kaiming.
-void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, std::int64_t first,
-                std::uint64_t key);
+/// The elements of `box`, of at most 8 dimensions, of the parameter of `shape` whose name hashes to `key`. Castable.
+/// `initializer` is not kaiming.
+void initialize(const ExecutionSpace& exec, const Tensor& target, const Initializer& initializer, const Shape& shape,
+                const Box& box, std::uint64_t key);
 
 /// ++step, an i64 scalar.
 void increment(const ExecutionSpace& exec, const Tensor& step);
 /// scalars = {lr / (1 − beta1^step), √(1 − beta2^step)}, computed in f64.
 void adamw_scalars(const ExecutionSpace& exec, const Tensor& scalars, const Tensor& step, double lr, double beta1,
                    double beta2);
-/// The updates of optimizer.hpp, on f32 tensors of equal length. Zeros in all of them stay zeros.
+/// The updates of optimizer.hpp, on tensors of equal length: the state is f64, and the arithmetic too, where the
+/// parameters are f64, else f32. Gradients have the parameters' dtype, or are bf16 or f16. Zeros in all of them stay
+/// zeros.
 void adamw(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients, const Tensor& exp_avg,
            const Tensor& exp_avg_sq, const Tensor& scalars, double decay, double beta1, double beta2, double eps);
 void sgd(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients, double lr, double weight_decay);

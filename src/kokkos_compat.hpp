@@ -31,6 +31,13 @@ using Kokkos::Experimental::pow;
 using Kokkos::Experimental::sqrt;
 #endif
 
+/// Host memory that kernels on the default execution space can reach.
+#if defined(KOKKOS_ENABLE_CUDA)
+using PinnedSpace = Kokkos::CudaHostPinnedSpace;
+#else
+using PinnedSpace = Kokkos::HostSpace;
+#endif
+
 /// Whether the host may dereference pointers into a memory space.
 template <class Space>
 inline constexpr bool host_accessible = Kokkos::SpaceAccessibility<Kokkos::HostSpace, Space>::accessible;

@@ -44,6 +44,8 @@ std::string_view to_string(TraceEvent::Kind kind) {
       return "resharded";
     case TraceEvent::Kind::reduce_issued:
       return "reduce_issued";
+    case TraceEvent::Kind::all_reduced:
+      return "all_reduced";
     case TraceEvent::Kind::reduce_completed:
       return "reduce_completed";
     case TraceEvent::Kind::bucket_reduced:
@@ -61,9 +63,11 @@ Model::~Model() = default;
 Module& Model::add(std::string name, std::vector<ParamSpec> params, const ConfigOverrides& overrides,
                    const ExecutionSpace& exec) {
   Config config = state_->config();
+  if (overrides.mp_policy) config.mp_policy = *overrides.mp_policy;
   if (overrides.reshard_after_forward) config.reshard_after_forward = *overrides.reshard_after_forward;
   if (overrides.min_shard_size) config.min_shard_size = *overrides.min_shard_size;
   if (overrides.direct_bytes) config.direct_bytes = *overrides.direct_bytes;
+  if (overrides.max_bucket_bytes) config.max_bucket_bytes = *overrides.max_bucket_bytes;
   if (overrides.keep_unsharded_in_eval) config.keep_unsharded_in_eval = *overrides.keep_unsharded_in_eval;
   auto group =
       std::make_shared<detail::ParamGroup>(state_, detail::checked_module_name(std::move(name)), std::move(config));
@@ -107,6 +111,42 @@ void Model::reset(const ExecutionSpace& exec) {
   state_->reset(exec);
 }
 
+void Model::set_reshard_after_backward(bool value) {
+  for (detail::ParamGroup* group : state_->groups()) group->set_reshard_after_backward(value);
+}
+
+void Model::set_requires_gradient_sync(bool value) {
+  for (detail::ParamGroup* group : state_->groups()) group->set_requires_gradient_sync(value);
+}
+
+void Model::set_requires_all_reduce(bool value) {
+  for (detail::ParamGroup* group : state_->groups()) group->set_requires_all_reduce(value);
+}
+
+void Model::set_gradient_divide_factor(double factor) {
+  for (detail::ParamGroup* group : state_->groups()) group->set_gradient_divide_factor(factor);
+}
+
+void Model::set_on_gradient_ready(std::function<void(ShardedParam&)> hook) {
+  state_->on_gradient_ready = std::move(hook);
+}
+
+void Model::verify_replicas(const ExecutionSpace& exec) {
+  state_->verify_replicas(exec);
+}
+
+void Model::broadcast_from(std::int64_t root, const ExecutionSpace& exec) {
+  state_->broadcast_from(root, exec);
+}
+
+MemoryPlan Model::plan_memory() const {
+  return state_->plan();
+}
+
+const MemoryPlan& Model::peak_memory() const {
+  return state_->accounts.peak;
+}
+
 void Model::zero_grad(const ExecutionSpace& exec) {
   for (const detail::ParamGroup* group : state_->groups()) group->require_finished();
   for (detail::ParamGroup* group : state_->groups()) group->zero_gradients(exec);
@@ -128,6 +168,7 @@ MemoryStats Model::memory_stats() const {
     stats.local_bytes += part.local_bytes;
     stats.padding_bytes += part.padding_bytes;
     stats.gradient_bytes += part.gradient_bytes;
+    stats.partial_bytes += part.partial_bytes;
   }
   stats.unsharded_bytes = state_->unsharded.now;
   stats.peak_unsharded_bytes = state_->unsharded.peak;

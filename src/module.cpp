@@ -13,6 +13,21 @@
 
 namespace fsdp2 {
 
+namespace {
+
+std::vector<detail::ParamGroup*> prefetch_list(const detail::ParamGroup& group, const std::vector<Module*>& modules) {
+  std::vector<detail::ParamGroup*> list;
+  for (const auto& other : detail::ModuleAccess::groups(modules)) {
+    if (&other->model() != &group.model())
+      throw ConfigError(fmt::format("module \"{}\" cannot prefetch module \"{}\", which is not of its model",
+                                    group.name(), other->name()));
+    list.push_back(other.get());
+  }
+  return list;
+}
+
+}  // namespace
+
 double MemoryStats::reduction_percent() const {
   return full_bytes == 0 ? 0.0 : 100.0 * static_cast<double>(saved_bytes()) / static_cast<double>(full_bytes);
 }
@@ -45,7 +60,7 @@ Scope::~Scope() {
 }
 
 void Scope::end() noexcept {
-  if (lease_ != 0) group_->end(std::exchange(lease_, 0));
+  if (lease_ != 0) group_->end(std::exchange(lease_, 0), exec_);
 }
 
 void Scope::require_live() const {
@@ -62,6 +77,17 @@ Tensor Scope::tensor(std::string_view name) const {
   const detail::Param& param = group_->param(group_->find(name));
   group_->complete_gather(exec_);
   return group_->full(param);
+}
+
+Tensor Scope::input(const Tensor& tensor) const {
+  require_live();
+  const MixedPrecisionPolicy& policy = group_->config().mp_policy;
+  return group_->cast_for_scope(tensor, policy.cast_inputs ? policy.param_dtype : std::nullopt, exec_);
+}
+
+Tensor Scope::output(const Tensor& tensor) const {
+  require_live();
+  return group_->cast_for_scope(tensor, group_->config().mp_policy.output_dtype, exec_);
 }
 
 LentTensor BackwardScope::grad_tensor(std::string_view name) {
@@ -100,8 +126,9 @@ const Config& Module::config() const {
 }
 
 ShardedParam Module::add_param(ParamSpec spec, const ExecutionSpace& exec) {
+  const std::string name = spec.name;
   group_->add({std::move(spec)}, exec);
-  return {group_, group_->params().size() - 1};
+  return {group_, group_->find(name)};
 }
 
 std::vector<ShardedParam> Module::params() const {
@@ -142,6 +169,10 @@ Scope Module::unshard(const ExecutionSpace& exec) {
   return {group_, exec, group_->begin_unshard(exec, false)};
 }
 
+Scope Module::unshard(const UnshardOptions& options, const ExecutionSpace& exec) {
+  return {group_, exec, options.writeback ? group_->begin_writeback(exec) : group_->begin_unshard(exec, false)};
+}
+
 Scope Module::unshard_async(const ExecutionSpace& exec) {
   return {group_, exec, group_->begin_unshard(exec, true)};
 }
@@ -170,6 +201,46 @@ void Module::post_backward(const std::map<std::string, Tensor>& gradients, const
   }
   backward_hook_->reduce();
   backward_hook_.reset();
+}
+
+void Module::set_reshard_after_forward(ReshardAfterForward value) {
+  group_->set_reshard_after_forward(value);
+}
+
+void Module::set_reshard_after_backward(bool value) {
+  group_->set_reshard_after_backward(value);
+}
+
+void Module::set_unshard_in_backward(bool value) {
+  group_->set_unshard_in_backward(value);
+}
+
+void Module::set_requires_gradient_sync(bool value) {
+  group_->set_requires_gradient_sync(value);
+}
+
+void Module::set_requires_all_reduce(bool value) {
+  group_->set_requires_all_reduce(value);
+}
+
+void Module::set_gradient_divide_factor(double factor) {
+  group_->set_gradient_divide_factor(factor);
+}
+
+void Module::set_modules_to_forward_prefetch(const std::vector<Module*>& modules) {
+  group_->set_forward_prefetch(prefetch_list(*group_, modules));
+}
+
+void Module::set_modules_to_backward_prefetch(const std::vector<Module*>& modules) {
+  group_->set_backward_prefetch(prefetch_list(*group_, modules));
+}
+
+void Module::add_buffer(std::string name, const Tensor& value, const ExecutionSpace& exec) {
+  group_->add_buffer(std::move(name), value, exec);
+}
+
+const Tensor& Module::buffer(std::string_view name) const {
+  return group_->buffer(name);
 }
 
 void Module::finish_backward(const ExecutionSpace& exec) {

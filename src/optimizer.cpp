@@ -4,8 +4,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <set>
+#include <tuple>
 
 #include "fsdp2/error.hpp"
 #include "kernels.hpp"
@@ -27,25 +29,54 @@ void require_fraction(const char* name, double value) {
     throw ConfigError(fmt::format("{} is {}: expected at least 0, and less than 1", name, value));
 }
 
-const SgdOptions& checked(const SgdOptions& options) {
+void check(const SgdOptions& options) {
   require_nonnegative("SgdOptions::momentum", options.momentum);
   require_nonnegative("SgdOptions::weight_decay", options.weight_decay);
-  return options;
 }
 
-const AdamWOptions& checked(const AdamWOptions& options) {
+void check(const AdamWOptions& options) {
   require_fraction("AdamWOptions::beta1", options.beta1);
   require_fraction("AdamWOptions::beta2", options.beta2);
   require_nonnegative("AdamWOptions::weight_decay", options.weight_decay);
   // Padding has zero gradients: only with eps > 0 does it stay zero.
   if (!(std::isfinite(options.eps) && static_cast<float>(options.eps) > 0))
     throw ConfigError(fmt::format("AdamWOptions::eps is {}: expected a number above 0 in f32", options.eps));
+}
+
+/// By parameter group, those of the rest in front.
+template <class Options, class Group>
+std::vector<Options> options_of(const Options& rest, const std::vector<Group>& groups) {
+  std::vector<Options> options{rest};
+  for (const Group& group : groups) options.push_back(group.options);
+  for (const Options& each : options) check(each);
   return options;
 }
 
-std::vector<std::string> buffers_of(const SgdOptions& options) {
-  if (options.momentum == 0) return {};
-  return {"momentum_buffer"};
+template <class Options, class Group>
+std::vector<double> rates_of(const Options& rest, const std::vector<Group>& groups) {
+  std::vector<double> rates;
+  for (const Options& options : options_of(rest, groups)) rates.push_back(options.lr);
+  return rates;
+}
+
+template <class Group>
+std::vector<ParamFilter> filters_of(const std::vector<Group>& groups) {
+  std::vector<ParamFilter> filters;
+  for (const Group& group : groups) {
+    if (!group.filter) throw ConfigError("a parameter group of an optimizer has no filter");
+    filters.push_back(group.filter);
+  }
+  return filters;
+}
+
+std::vector<std::string> buffers_of(const SgdOptions& rest, const std::vector<SgdGroup>& groups) {
+  for (const SgdOptions& options : options_of(rest, groups))
+    if (options.momentum != 0) return {"momentum_buffer"};
+  return {};
+}
+
+DType state_dtype(DType parameter) {
+  return parameter == DType::f64 ? DType::f64 : DType::f32;
 }
 
 }  // namespace
@@ -56,37 +87,106 @@ std::vector<std::shared_ptr<detail::ParamGroup>> detail::ModuleAccess::groups(co
   return groups;
 }
 
-Optimizer::Optimizer(const Model& model, std::vector<std::string> buffers, double lr)
-    : Optimizer(detail::ModuleAccess::groups(model), std::move(buffers), lr) {
+Optimizer::Optimizer(const Model& model, std::vector<std::string> buffers, std::vector<double> lrs,
+                     std::vector<ParamFilter> filters)
+    : Optimizer(detail::ModuleAccess::groups(model), std::move(buffers), std::move(lrs), filters) {
   model_ = detail::ModuleAccess::state(model);
 }
 
-Optimizer::Optimizer(std::span<Module* const> modules, std::vector<std::string> buffers, double lr)
-    : Optimizer(detail::ModuleAccess::groups(modules), std::move(buffers), lr) {}
+Optimizer::Optimizer(std::span<Module* const> modules, std::vector<std::string> buffers, std::vector<double> lrs,
+                     std::vector<ParamFilter> filters)
+    : Optimizer(detail::ModuleAccess::groups(modules), std::move(buffers), std::move(lrs), filters) {}
 
 Optimizer::Optimizer(std::vector<std::shared_ptr<detail::ParamGroup>> groups, std::vector<std::string> buffers,
-                     double lr)
-    : names_(std::move(buffers)) {
-  set_lr(lr);
+                     std::vector<double> lrs, const std::vector<ParamFilter>& filters)
+    : names_(std::move(buffers)), lrs_(std::move(lrs)) {
+  for (std::size_t group = 0; group < lrs_.size(); ++group) set_lr(lrs_[group], group);
   if (groups.empty()) throw ConfigError("an optimizer needs at least one module: add the modules before it is made");
   const ExecutionSpace exec;
   for (std::shared_ptr<detail::ParamGroup>& group : groups) {
     group->mark_used();
     Entry entry;
-    for (std::size_t i = 0; i < names_.size(); ++i)
-      entry.buffers.emplace_back(exec, DType::f32, Shape{group->trainable_count()}, "fsdp2::optimizer_state");
     entry.group = std::move(group);
+    for (std::size_t i = 0; i < entry.group->params().size(); ++i) {
+      const ShardedParam param = entry.group->handle(i);
+      const auto first =
+          std::find_if(filters.begin(), filters.end(), [&](const auto& filter) { return filter(param); });
+      entry.groups.push_back(first == filters.end() ? 0 : static_cast<std::size_t>(first - filters.begin()) + 1);
+    }
+    lay_out(entry, exec);
     entries_.push_back(std::move(entry));
   }
   step_ = Tensor(exec, DType::i64, {}, "fsdp2::optimizer_step");
   compat::fence(exec, "fsdp2::optimizer_state");
 }
 
+Tensor Optimizer::Entry::slice(const Tensor& buffer, std::size_t section, std::int64_t start, Shape shape) const {
+  const DType dtype = state_dtype(group->layout().sections[section].dtype);
+  const std::int64_t size = size_of(dtype);
+  return buffer.slice(section_bytes[section] + start * size, {numel(shape) * size}).as(dtype, std::move(shape));
+}
+
+DTensor Optimizer::Entry::part(const Tensor& buffer, std::size_t param) const {
+  const detail::Param& of = group->param(param);
+  TensorSpec spec = of.spec;
+  spec.dtype = state_dtype(of.dtype);
+  return DTensor::from_local(slice(buffer, of.section, starts[param], of.shard.local().shape()), std::move(spec),
+                             of.shard.mesh());
+}
+
+void Optimizer::lay_out(Entry& entry, const ExecutionSpace& exec) const {
+  detail::ParamGroup& group = *entry.group;
+  const std::vector<detail::Param>& params = group.params();
+  const Entry old = entry;
+  entry.layout_version = group.layout_version();
+  entry.runs.clear();
+  entry.starts.assign(params.size(), -1);
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < params.size(); ++i)  // what was trained once keeps its state
+    if (params[i].requires_grad || (!old.starts.empty() && old.starts[i] >= 0)) order.push_back(i);
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::tuple(params[a].section, params[a].start, a) < std::tuple(params[b].section, params[b].start, b);
+  });
+
+  std::vector<std::int64_t> counts(group.layout().sections.size(), 0);
+  for (const std::size_t i : order) {
+    const detail::Param& param = params[i];
+    std::int64_t& count = counts[param.section];
+    const bool is_packed = param.is_sharded && !param.is_direct;
+    entry.starts[i] = is_packed ? count : align_up(count, detail::section_alignment);
+    count = entry.starts[i] + param.shard_count;
+    if (!param.requires_grad || param.shard_count == 0) continue;
+    Run* const last = entry.runs.empty() ? nullptr : &entry.runs.back();
+    if (last != nullptr && last->section == param.section && last->group == entry.groups[i] &&
+        last->start - last->train_start == param.start - param.train_start &&
+        last->start - last->state_start == param.start - entry.starts[i])
+      last->count = param.start + param.shard_count - last->start;
+    else
+      entry.runs.push_back(
+          {param.section, entry.groups[i], param.start, param.train_start, entry.starts[i], param.shard_count});
+  }
+  std::int64_t bytes = 0;
+  entry.section_bytes.clear();
+  for (std::size_t s = 0; s < counts.size(); ++s) {
+    entry.section_bytes.push_back(align_up(bytes, detail::buffer_alignment));
+    bytes = entry.section_bytes.back() + counts[s] * size_of(state_dtype(group.layout().sections[s].dtype));
+  }
+  entry.buffers.clear();
+  for (std::size_t b = 0; b < names_.size(); ++b) {
+    entry.buffers.push_back(group.allocate_state(exec, bytes));
+    for (std::size_t i = 0; i < old.starts.size(); ++i)
+      if (old.starts[i] >= 0)
+        kernels::copy(exec, entry.part(entry.buffers[b], i).local(), old.part(old.buffers[b], i).local());
+  }
+}
+
 Optimizer::~Optimizer() = default;
 
-void Optimizer::set_lr(double lr) {
+void Optimizer::set_lr(double lr, std::size_t group) {
   require_nonnegative("the learning rate", lr);
-  lr_ = lr;
+  if (group >= lrs_.size())
+    throw ConfigError(fmt::format("there is no parameter group {}: the optimizer has {}", group, lrs_.size()));
+  lrs_[group] = lr;
 }
 
 void Optimizer::step(const ExecutionSpace& exec) {
@@ -99,10 +199,19 @@ void Optimizer::step(const ExecutionSpace& exec) {
 
   kernels::increment(exec, step_);
   begin_step(exec, step_);
-  for (const Entry& entry : entries_) {
-    if (!entry.group->has_gradient()) continue;
-    entry.group->invalidate(exec);
-    update(exec, entry.group->trainable_shards(), entry.group->trainable_gradients(exec), entry.buffers);
+  for (Entry& entry : entries_) {
+    detail::ParamGroup& group = *entry.group;
+    if (!group.has_gradient()) continue;
+    if (entry.layout_version != group.layout_version()) lay_out(entry, exec);
+    group.invalidate(exec);
+    group.make_gradients(exec);
+    std::vector<Tensor> buffers(entry.buffers.size());
+    for (const Run& run : entry.runs) {
+      for (std::size_t b = 0; b < buffers.size(); ++b)
+        buffers[b] = entry.slice(entry.buffers[b], run.section, run.state_start, {run.count});
+      const detail::TrainableRun elements{run.section, run.start, run.train_start, run.count};
+      update(exec, run.group, group.shards_of(elements), group.gradients_of(elements), buffers);
+    }
   }
 }
 
@@ -117,11 +226,12 @@ std::map<std::string, DTensor> Optimizer::state() const {
   const std::vector<Placement> replicated(mesh.spec().dimensions(), Replicate{});
   state.emplace("step", DTensor::from_local(step_, {DType::i64, {}, replicated, {}}, mesh));
   for (const Entry& entry : entries_)
-    for (const detail::Param& param : entry.group->params()) {
-      if (!param.requires_grad) continue;
+    for (std::size_t p = 0; p < entry.starts.size(); ++p) {
+      const detail::Param& param = entry.group->param(p);
+      if (entry.starts[p] < 0 || param.is_ignored) continue;
       for (std::size_t i = 0; i < names_.size(); ++i) {
         const std::string key = names_[i] + "." + entry.group->key(param);
-        if (!state.emplace(key, entry.group->trainable_part(entry.buffers[i], param)).second)
+        if (!state.emplace(key, entry.part(entry.buffers[i], p)).second)
           throw ConfigError(
               fmt::format("two parameters have the key \"{}\": rename a module", entry.group->key(param)));
       }
@@ -129,37 +239,49 @@ std::map<std::string, DTensor> Optimizer::state() const {
   return state;
 }
 
-Sgd::Sgd(const Model& model, SgdOptions options)
-    : Optimizer(model, buffers_of(checked(options)), options.lr), options_(options) {}
+Sgd::Sgd(const Model& model, SgdOptions options, const std::vector<SgdGroup>& groups)
+    : Optimizer(model, buffers_of(options, groups), rates_of(options, groups), filters_of(groups)),
+      options_(options_of(options, groups)) {}
 
-Sgd::Sgd(std::span<Module* const> modules, SgdOptions options)
-    : Optimizer(modules, buffers_of(checked(options)), options.lr), options_(options) {}
+Sgd::Sgd(std::span<Module* const> modules, SgdOptions options, const std::vector<SgdGroup>& groups)
+    : Optimizer(modules, buffers_of(options, groups), rates_of(options, groups), filters_of(groups)),
+      options_(options_of(options, groups)) {}
 
 void Sgd::begin_step(const ExecutionSpace&, const Tensor&) {}
 
-void Sgd::update(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
+void Sgd::update(const ExecutionSpace& exec, std::size_t group, const Tensor& parameters, const Tensor& gradients,
                  std::span<const Tensor> buffers) {
-  if (buffers.empty())
-    kernels::sgd(exec, parameters, gradients, lr(), options_.weight_decay);
+  const SgdOptions& options = options_[group];
+  if (options.momentum == 0)
+    kernels::sgd(exec, parameters, gradients, lr(group), options.weight_decay);
   else
-    kernels::sgd_momentum(exec, parameters, gradients, buffers[0], lr(), options_.momentum, options_.weight_decay);
+    kernels::sgd_momentum(exec, parameters, gradients, buffers[0], lr(group), options.momentum, options.weight_decay);
 }
 
-AdamW::AdamW(const Model& model, AdamWOptions options)
-    : Optimizer(model, {"exp_avg", "exp_avg_sq"}, options.lr), options_(checked(options)) {}
+AdamW::AdamW(const Model& model, AdamWOptions options, const std::vector<AdamWGroup>& groups)
+    : Optimizer(model, {"exp_avg", "exp_avg_sq"}, rates_of(options, groups), filters_of(groups)),
+      options_(options_of(options, groups)) {}
 
-AdamW::AdamW(std::span<Module* const> modules, AdamWOptions options)
-    : Optimizer(modules, {"exp_avg", "exp_avg_sq"}, options.lr), options_(checked(options)) {}
+AdamW::AdamW(std::span<Module* const> modules, AdamWOptions options, const std::vector<AdamWGroup>& groups)
+    : Optimizer(modules, {"exp_avg", "exp_avg_sq"}, rates_of(options, groups), filters_of(groups)),
+      options_(options_of(options, groups)) {}
 
 void AdamW::begin_step(const ExecutionSpace& exec, const Tensor& step) {
-  if (scalars_.numel() == 0) scalars_ = Tensor::uninitialized(DType::f32, {2}, "fsdp2::adamw_scalars");
-  kernels::adamw_scalars(exec, scalars_, step, lr(), options_.beta1, options_.beta2);
+  const auto groups = static_cast<std::int64_t>(options_.size());
+  if (scalars_.numel() == 0) scalars_ = Tensor::uninitialized(DType::f64, {2 * groups}, "fsdp2::adamw_scalars");
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const auto index = static_cast<std::size_t>(group);
+    kernels::adamw_scalars(exec, scalars_.slice(2 * group, {2}), step, lr(index), options_[index].beta1,
+                           options_[index].beta2);
+  }
 }
 
-void AdamW::update(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
+void AdamW::update(const ExecutionSpace& exec, std::size_t group, const Tensor& parameters, const Tensor& gradients,
                    std::span<const Tensor> buffers) {
-  kernels::adamw(exec, parameters, gradients, buffers[0], buffers[1], scalars_, 1 - lr() * options_.weight_decay,
-                 options_.beta1, options_.beta2, options_.eps);
+  const AdamWOptions& options = options_[group];
+  kernels::adamw(exec, parameters, gradients, buffers[0], buffers[1],
+                 scalars_.slice(2 * static_cast<std::int64_t>(group), {2}), 1 - lr(group) * options.weight_decay,
+                 options.beta1, options.beta2, options.eps);
 }
 
 }  // namespace fsdp2

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,51 +15,23 @@
 #include "fsdp2/dtensor.hpp"
 #include "fsdp2/module.hpp"
 #include "model_state.hpp"
+#include "param_layout.hpp"
 
 namespace fsdp2::detail {
 
 /// The name itself. Throws ConfigError for one that is empty, unprintable, or reserved by state dicts.
 std::string checked_module_name(std::string name);
 
-/// A parameter, and its place in the buffers of its group. Places are in elements.
-struct Param {
-  std::string name;
-  Shape shape;
-  bool requires_grad = true;
-  std::uint64_t id = 0;
-  bool is_sharded = false;
-  bool is_direct = false;
-  std::int64_t count = 0;        ///< of the full tensor
-  std::int64_t shard_count = 0;  ///< of a rank's shard, padded to equal rows; count, if replicated
-  std::int64_t shard_start = 0;
-  std::int64_t slot_start = 0;  ///< in the gather slot, if sharded
-  std::int64_t lent_start = 0;  ///< in the reduce slot, or in the group's part of the bucket, if it requires a gradient
-  DTensor shard;
-  DTensor gradient;
-  bool has_gradient = false;
-  bool is_written = false;  ///< the lent gradient holds something to add to
-
-  /// Over the mesh of `config`.
-  TensorSpec spec(const Config& config) const;
-};
-
-/// Where a group's parameters lie. The shard buffer is: packed frozen, packed trainable, direct trainable, replicated
-/// trainable, replicated frozen, direct frozen parameters. So the packed ones are one send buffer, what has a gradient
-/// is one range, and what is reduce-scattered is its front. Gradients and optimizer state are laid out as that range.
-struct Layout {
-  std::int64_t shards = 0;
-  std::int64_t packed = 0;             ///< packed parameters are [0, packed)
-  Range packed_trainable;              ///< in the shard buffer
-  Range trainable;                     ///< in the shard buffer
-  std::int64_t trainable_sharded = 0;  ///< the front of `trainable` that is reduce-scattered
-  Range replicated;                    ///< in the shard buffer: the trainable replicated ones
-  std::int64_t gather_slot = 0;
-  std::int64_t lent = 0;         ///< the reduce slot begins with the unsharded gradients …
-  std::int64_t reduce_slot = 0;  ///< … and ends with what is received, laid out as trainable_sharded
+/// Consecutive elements that have a gradient: of a section, in its shards and in its gradients.
+struct TrainableRun {
+  std::size_t section = 0;
+  std::int64_t start = 0;
+  std::int64_t train_start = 0;
+  std::int64_t count = 0;
 };
 
 /// A module's parameters: their shards, the gather and the reduction of all of them.
-class ParamGroup {
+class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
  public:
   /// Throws ConfigError for a bad config, a bad or repeated name.
   ParamGroup(std::shared_ptr<ModelState> model, std::string name, Config config);
@@ -67,6 +41,7 @@ class ParamGroup {
 
   /// Throws ConfigError or ShapeError, with nothing added.
   void add(const std::vector<ParamSpec>& specs, const ExecutionSpace& exec);
+  void add_buffer(std::string name, const Tensor& value, const ExecutionSpace& exec);
 
   ModelState& model() const { return *model_; }
   const std::shared_ptr<ModelState>& shared_model() const { return model_; }
@@ -74,7 +49,14 @@ class ParamGroup {
   const Config& config() const { return config_; }
   const std::vector<Param>& params() const { return params_; }
   const Param& param(std::size_t index) const { return params_[index]; }
+  ShardedParam handle(std::size_t index) { return {shared_from_this(), index}; }
+  const Layout& layout() const { return layout_; }
+  /// Counts the changes of requires_grad, which move gradients.
+  std::int64_t layout_version() const { return layout_version_; }
+  const std::map<std::string, DTensor, std::less<>>& buffers() const { return buffers_; }
+  const Tensor& buffer(std::string_view name) const;
   std::string key(const Param& param) const { return key_of(param.name); }
+  std::string key_of(const std::string& name) const;
   /// Throws ConfigError, which lists the names.
   std::size_t find(std::string_view name) const;
   bool is_training() const { return is_training_; }
@@ -83,22 +65,36 @@ class ParamGroup {
   MemoryStats memory_stats() const;
   std::string summary() const;
 
+  // Settings.
+  void set_requires_grad(std::size_t index, bool requires_grad, const ExecutionSpace& exec);
+  void set_reshard_after_forward(ReshardAfterForward value);
+  void set_reshard_after_backward(bool value) { reshards_after_backward_ = value; }
+  void set_unshard_in_backward(bool value) { unshards_in_backward_ = value; }
+  void set_requires_gradient_sync(bool value) { requires_gradient_sync_ = value; }
+  void set_requires_all_reduce(bool value) { requires_all_reduce_ = value; }
+  void set_gradient_divide_factor(double factor);
+  void set_forward_prefetch(std::vector<ParamGroup*> groups) { forward_prefetch_ = std::move(groups); }
+  void set_backward_prefetch(std::vector<ParamGroup*> groups) { backward_prefetch_ = std::move(groups); }
+
   // Phases. A lease is a number that stands for a scope: while there is one, the parameters stay gathered.
   std::uint64_t begin_forward(const ExecutionSpace& exec);
   std::uint64_t begin_backward(const ExecutionSpace& exec, bool gathers);
   std::uint64_t begin_unshard(const ExecutionSpace& exec, bool is_async);
+  std::uint64_t begin_writeback(const ExecutionSpace& exec);
   bool is_live(std::uint64_t lease) const;
-  void end(std::uint64_t lease) noexcept;
+  void end(std::uint64_t lease, const ExecutionSpace& exec) noexcept;
   LentTensor lend(std::size_t index, const ExecutionSpace& exec);
+  /// The tensor itself, or a copy in memory that is valid until the last scope ends.
+  Tensor cast_for_scope(const Tensor& tensor, std::optional<DType> dtype, const ExecutionSpace& exec);
   void reduce(const ExecutionSpace& exec);
   void hold(const ExecutionSpace& exec);
 
   /// Local: nothing, unless a gather is in flight.
   void complete_gather(const ExecutionSpace& exec);
-  bool is_gathered(const Param& param) const { return !param.is_sharded || gather_ == Gather::gathered; }
+  bool is_gathered(const Param& param) const { return param.slot_offset < 0 || gather_ == Gather::gathered; }
   Tensor full(const Param& param) const;
   void cache(const ExecutionSpace& exec, bool is_async);
-  void clear_cache();
+  void clear_cache(const ExecutionSpace& exec);
   /// Lets go of what was gathered ahead and not used.
   void drain(const ExecutionSpace& exec);
 
@@ -109,33 +105,37 @@ class ParamGroup {
   /// Throws Error while a backward is open, held or abandoned.
   void require_finished() const;
   void zero_gradients(const ExecutionSpace& exec);
-  void check_full_gradient(const Param& param, const Tensor& gradient) const {
-    check_gradient(param, gradient, param.shape, "full");
-  }
+  void check_full_gradient(const Param& param, const Tensor& gradient) const;
   bool has_gradient() const;
   std::optional<DTensor> gradient(const Param& param) const;
-  /// The range of all that requires a gradient.
-  Tensor trainable_shards() const;
-  std::int64_t trainable_count() const { return layout_.trainable.size(); }
-  /// Zeros where there is no gradient.
-  const Tensor& trainable_gradients(const ExecutionSpace& exec);
-  /// Segments of trainable_gradients that are elements of parameters, not padding: all of them, and those that this
+  /// What has gradients, in runs that are as long as can be.
+  const std::vector<TrainableRun>& trainable_runs() const { return runs_; }
+  Tensor shards_of(const TrainableRun& run) const;
+  /// Zeros where there is no gradient. Valid after make_gradients.
+  Tensor gradients_of(const TrainableRun& run) const;
+  /// All gradients of a section.
+  Tensor section_gradients(const Section& section) const;
+  /// Zeros for an optimizer, in the kind of memory that the shards are in.
+  Tensor allocate_state(const ExecutionSpace& exec, std::int64_t bytes) const;
+  /// Sets gradients that are not there to zero.
+  void make_gradients(const ExecutionSpace& exec);
+  /// Segments of a section's gradients that are elements of parameters, not padding: all of them, and those that this
   /// rank contributes to sums over the mesh, so that every element is counted once.
-  const Tensor& held_elements() const { return held_table_; }
-  const Tensor& counted_elements() const { return counted_table_; }
-  /// A part of a buffer that is laid out as the gradients.
-  DTensor trainable_part(const Tensor& buffer, const Param& param) const;
+  const Tensor& held_elements(std::size_t section) const { return held_tables_[section]; }
+  const Tensor& counted_elements(std::size_t section) const { return counted_tables_[section]; }
 
   /// What finish_backward has to say about the group: null, or why it is not finished.
   const char* unfinished() const;
   bool has_open_backward() const { return backward_ == Backward::open; }
-  void poke() { gather_work_.test(); }
-  /// Adds what a reduction has left in its slot to the gradients of the shards.
-  void take_reduction(const Tensor& slot, const ExecutionSpace& exec);
-  /// Takes its part behind the first `used` elements, if it has none; returns the new end.
-  std::int64_t place_in_bucket(std::int64_t used);
+  void poke();
+  /// Adds what a reduction has left in its slot to the gradients of the shards, or to the partial sums.
+  void take_reduction(const Tensor& slot, bool all_reduces, const ExecutionSpace& exec);
+  /// Hands the gradients that a reduction has made to Model::set_on_gradient_ready's hook.
+  void report_gradients(bool is_sharded, const ExecutionSpace& exec);
+  /// Takes its parts of the buckets, if it has none.
+  void place_in_buckets();
   bool wants_bucket() const { return wants_bucket_; }
-  void take_bucket(const ExecutionSpace& exec);
+  void take_buckets(const ExecutionSpace& exec);
   void reset(const ExecutionSpace& exec);
 
   // Changes of the shards.
@@ -148,73 +148,119 @@ class ParamGroup {
   void invalidate(const ExecutionSpace& exec);
   void mark_used() { is_used_ = true; }
 
+  // For the plan.
+  bool keeps_unsharded() const;
+  /// Parts that reshard_after_forward keeps one of; 0: none.
+  std::int64_t slices() const;
+  /// Of the gather slot that is asked for.
+  std::int64_t slot_bytes() const;
+  bool has_trainable() const { return !runs_.empty(); }
+  bool has_reduction() const { return layout_.reduce_slot > layout_.receive_start; }
+  std::int64_t table_bytes() const;
+  /// Bytes of every transfer that a reduction receives, in their order.
+  std::vector<std::int64_t> reduction_transfers() const;
+
  private:
   enum class Gather : std::uint8_t { none, in_flight, gathered };
   enum class Backward : std::uint8_t { idle, open, abandoned, held };
+  /// A part of one of the model's buckets.
+  struct BucketPart {
+    std::size_t bucket = 0;
+    std::int64_t start = -1;  // -1: none yet
+  };
 
-  std::string key_of(const std::string& param_name) const;
   void check_new(const std::vector<ParamSpec>& specs) const;
-  static Layout lay_out(std::vector<Param>& params, std::int64_t ranks);
-  void make_tables(const ExecutionSpace& exec);
+  Param make_param(const ParamSpec& spec) const;
   void fill(const Param& param, const ParamSpec& spec, const ExecutionSpace& exec) const;
+  void adopt_gradient_layout(const ExecutionSpace& exec);
+  Tensor allocate(std::int64_t MemoryPlan::*use, std::int64_t bytes, const char* label) const;
+  void free_memory(std::int64_t MemoryPlan::*use, Tensor& memory) const noexcept;
 
-  bool keeps_unsharded() const;
+  double divisor(const Section& section) const;
+  Tensor shards_of(const Section& section, const Range& range) const;
+  Tensor gradient_of(const Param& param) const;
+
+  bool wants_own_storage() const { return keeps_unsharded() || (is_training_ && !reshards_after_backward_); }
   std::uint64_t new_lease();
   void issue_gather(const ExecutionSpace& exec, TraceEvent::Kind kind);
+  void start_gather(const ExecutionSpace& exec);
   void gather(const ExecutionSpace& exec);
   void gather_ahead(const ExecutionSpace& exec, TraceEvent::Kind kind);
   void prefetch(const ExecutionSpace& exec);
-  void drop_unused() noexcept;
+  void drop_unused(const ExecutionSpace& exec) noexcept;
+  void keep_slice(const ExecutionSpace& exec) noexcept;
   void release_storage() noexcept;
+  void write_back(const ExecutionSpace& exec) noexcept;
   void borrow_reduce_slot(const ExecutionSpace& exec);
   void zero_unwritten(const ExecutionSpace& exec);
   void start_reduction(const ExecutionSpace& exec);
-  void end_backward(Backward next) noexcept;
+  void end_backward(Backward next, const ExecutionSpace& exec) noexcept;
   void release_reduce_slot() noexcept;
-  void make_gradients(const ExecutionSpace& exec);
-  void check_gradient(const Param& param, const Tensor& gradient, const Shape& expected, const char* what) const;
+  void allocate_gradients(const ExecutionSpace& exec);
+  void check_gradient(const Param& param, const Tensor& gradient, const Shape& expected, DType dtype,
+                      const char* what) const;
   void forget_gradients() noexcept;
-  void mark_gradients(bool is_sharded);
-  Tensor sharded_gradients() const;
-  Tensor replicated_gradients() const;
-  Tensor bucket_part() const;
+  void mark_gradients(std::size_t section);
+  /// What a reduction receives for a section, in a reduce slot or in the partial sums.
+  Tensor received(const Tensor& slot, std::int64_t slot_start, const Section& section) const;
+  Tensor bucket_part(std::size_t section) const;
 
   std::shared_ptr<ModelState> model_;
   std::string name_;
   Config config_;
   bool is_training_ = true;
+  bool reshards_after_backward_ = true;
+  bool unshards_in_backward_ = true;
+  bool requires_gradient_sync_ = true;
+  bool requires_all_reduce_ = true;
+  std::optional<double> divide_factor_;
+  std::optional<std::vector<ParamGroup*>> forward_prefetch_;
+  std::optional<std::vector<ParamGroup*>> backward_prefetch_;
   bool is_used_ = false;  // the layout may not change any more
   std::int64_t forward_count_ = 0;
+  std::int64_t layout_version_ = 0;
 
   std::vector<Param> params_;
+  std::map<std::string, std::size_t, std::less<>> ties_;  // other names
+  std::map<std::string, DTensor, std::less<>> buffers_;
   Layout layout_;
+  std::vector<TrainableRun> runs_;
   Tensor shards_;
   Tensor gradients_;
-  bool sharded_gradients_valid_ = false;
-  bool replicated_gradients_valid_ = false;
-  Tensor scatter_table_;  // packed gather, rank-major → gather slot
-  Tensor pack_table_;     // lent gradients → rank-major
-  Tensor zero_table_;     // pad rows and gaps of the reduce slot
-  Tensor held_table_;
-  Tensor counted_table_;
+  std::vector<bool> has_gradients_;  // by section: what is there is not garbage
+  Tensor scatter_table_;
+  Tensor pack_table_;
+  Tensor zero_table_;
+  Tensor pack_zero_table_;
+  std::vector<Tensor> held_tables_;  // by section
+  std::vector<Tensor> counted_tables_;
 
   Gather gather_ = Gather::none;
   Tensor storage_;
   bool storage_is_own_ = false;
   Tensor own_storage_;  // of a group that keeps its parameters gathered
   Tensor gather_pack_;
-  Work gather_work_;
+  std::vector<Work> gather_works_;
+  Tensor slice_;  // by reshard_after_forward = n
+  bool has_slice_ = false;
+  bool wants_slice_ = false;
   std::vector<std::uint64_t> leases_;
+  std::uint64_t writeback_lease_ = 0;
   bool is_kept_ = false;    // by reshard_after_forward = false, or keep_unsharded_in_eval
   bool is_cached_ = false;  // by ShardedParam::all_gather
+  std::vector<Tensor> casts_;
+  std::size_t casts_used_ = 0;
 
   Backward backward_ = Backward::idle;
   std::uint64_t backward_lease_ = 0;
   ParamGroup* prefetch_after_ = nullptr;
   Tensor reduce_slot_;
   bool has_reduce_slot_ = false;
-  std::int64_t bucket_start_ = -1;
-  bool wants_bucket_ = false;  // the bucket holds gradients of the group that are to be reduced
+  Tensor partials_;
+  bool has_partials_ = false;
+  std::vector<BucketPart> bucket_parts_;  // by section
+  bool needs_bucket_ = false;             // some have no part yet
+  bool wants_bucket_ = false;             // the buckets hold gradients of the group that are to be reduced
 };
 
 }  // namespace fsdp2::detail

@@ -26,11 +26,15 @@ std::uint64_t ShardedParam::id() const {
 }
 
 const Shape& ShardedParam::full_shape() const {
-  return group_->param(index_).shape;
+  return group_->param(index_).full_shape();
 }
 
 const Shape& ShardedParam::local_shape() const {
   return local_shard().shape();
+}
+
+DType ShardedParam::dtype() const {
+  return group_->param(index_).dtype;
 }
 
 bool ShardedParam::is_sharded() const {
@@ -49,6 +53,10 @@ const DTensor& ShardedParam::dtensor() const {
   return group_->param(index_).shard;
 }
 
+void ShardedParam::set_requires_grad(bool requires_grad, const ExecutionSpace& exec) {
+  group_->set_requires_grad(index_, requires_grad, exec);
+}
+
 void ShardedParam::update_local_shard(const Tensor& shard, const ExecutionSpace& exec) {
   group_->update_local_shard(index_, shard, exec);
 }
@@ -62,8 +70,8 @@ void ShardedParam::unshard(const ExecutionSpace& exec) {
   group_->cache(exec, true);
 }
 
-void ShardedParam::clear_cache() {
-  group_->clear_cache();
+void ShardedParam::clear_cache(const ExecutionSpace& exec) {
+  group_->clear_cache(exec);
 }
 
 bool ShardedParam::is_gathered() const {

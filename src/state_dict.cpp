@@ -16,10 +16,15 @@ using Groups = std::vector<std::shared_ptr<detail::ParamGroup>>;
 
 StateDict dict_of(Groups groups) {
   StateDict dict;
-  for (const auto& group : groups)
+  const auto add = [&](const std::string& key, const DTensor& tensor) {
+    if (!dict.tensors.emplace(key, tensor).second)
+      throw ConfigError(fmt::format("two parameters have the key \"{}\": rename a module", key));
+  };
+  for (const auto& group : groups) {
     for (const detail::Param& param : group->params())
-      if (!dict.tensors.emplace(group->key(param), param.shard).second)
-        throw ConfigError(fmt::format("two parameters have the key \"{}\": rename a module", group->key(param)));
+      if (!param.is_ignored) add(group->key(param), param.shard);
+    for (const auto& [name, buffer] : group->buffers()) add(group->key_of(name), buffer);
+  }
   dict.after_load = [groups = std::move(groups)] {
     for (const auto& group : groups) group->invalidate(ExecutionSpace());
   };

@@ -41,6 +41,10 @@ class DeviceMesh {
   Communicator& communicator(std::string_view axis) const;
   Communicator& communicator(std::size_t axis) const;
 
+  /// A part of one of the mesh's communicators, for what must not share it: made by split(color) when it is first asked
+  /// for by this name, and closed with the mesh. Collective over `parent`.
+  Communicator& derived(const std::string& name, Communicator& parent, std::int64_t color) const;
+
   /// All ranks of the mesh, for host metadata: agreements, never tensor data.
   HostCommunicator& host() const;
 

@@ -64,9 +64,14 @@ constexpr std::int64_t size_of(DType dtype) {
   return 0;
 }
 
-/// True for the real floating-point types, which can be cast, reduced and optimized.
+/// True for the real floating-point types, which can be reduced.
 constexpr bool is_floating_point(DType dtype) {
   return dtype <= DType::f8_e5m2;
+}
+
+/// True for f64, f32, f16 and bf16, which can be cast into each other, and optimized.
+constexpr bool is_castable(DType dtype) {
+  return dtype <= DType::bf16;
 }
 
 /// The name used in messages, files and on the command line: "f32", "bf16", "bool", …

@@ -11,12 +11,14 @@ namespace fsdp2 {
 /// its own rows, the full tensor never exists, and it is the same at any number of ranks. Parameters of other names are
 /// independent.
 struct Initializer {
-  enum class Kind : std::uint8_t { constant, uniform, normal, kaiming };
+  enum class Kind : std::uint8_t { constant, uniform, normal, kaiming, truncated_normal };
 
   Kind kind = Kind::constant;
   double first = 0;   ///< the constant, the lower bound, or the mean
   double second = 0;  ///< the upper bound, or the standard deviation
   std::uint64_t seed = 0;
+  double low = 0;  ///< bounds of truncated_normal
+  double high = 0;
 };
 
 namespace init {
@@ -42,6 +44,10 @@ inline Initializer normal(double mean, double standard_deviation, std::uint64_t 
 inline Initializer kaiming(std::uint64_t seed) {
   return {Initializer::Kind::kaiming, 0, 0, seed};
 }
+
+/// Normal numbers of which those outside [low, high] are drawn again. Throws ConfigError unless the deviation is
+/// positive and at least one number in a thousand is inside.
+Initializer truncated_normal(double mean, double standard_deviation, double low, double high, std::uint64_t seed);
 
 }  // namespace init
 

@@ -31,6 +31,7 @@ struct MemoryStats {
   std::int64_t gradient_bytes = 0;        ///< of reduced gradients
   std::int64_t unsharded_bytes = 0;       ///< of storage that holds gathered parameters now, temporaries included
   std::int64_t reduction_bytes = 0;       ///< of storage that holds gradients lent, held or being reduced now
+  std::int64_t partial_bytes = 0;         ///< of gradients that are not reduced over replicas yet
   std::int64_t peak_unsharded_bytes = 0;  ///< the most there has been; 0 for a module
   std::int64_t peak_reduction_bytes = 0;
 
@@ -70,7 +71,14 @@ class Scope {
   }
   Tensor tensor(std::string_view name) const;
 
-  /// Ends the scope before its destructor does.
+  /// What enters or leaves the module, cast by the policy: input to param_dtype where cast_inputs is set, output to
+  /// output_dtype. The tensor itself where there is nothing to cast, and for other dtypes than f64, f32, f16 and bf16;
+  /// else memory of the module that is valid until its last scope ends.
+  Tensor input(const Tensor& tensor) const;
+  Tensor output(const Tensor& tensor) const;
+
+  /// Ends the scope before its destructor does. With UnshardOptions::writeback this rank's part of the full parameters
+  /// replaces its shard.
   void end() noexcept;
 
  protected:
@@ -115,6 +123,10 @@ class BackwardScope : public Scope {
   using Scope::Scope;
 };
 
+struct UnshardOptions {
+  bool writeback = false;  ///< what the caller writes to full parameters goes into the shards at the scope's end
+};
+
 /// Called with a parameter's name, its local shard and its reduced gradient, which have the same shape; writes the
 /// shard.
 using StepFunction = std::function<void(const std::string& name, const Tensor& shard, const Tensor& gradient)>;
@@ -136,7 +148,7 @@ class Module {
   /// Adds a parameter. Earlier tensors of the module's other parameters are then detached: ask for them again. Throws
   /// ConfigError for an empty or repeated name, and once a scope, a gradient or an optimizer has used the module.
   ShardedParam add_param(ParamSpec spec, const ExecutionSpace& exec = ExecutionSpace());
-  /// In the order in which they were added.
+  /// In the order in which they were added; a Tied one is not a second time there.
   std::vector<ShardedParam> params() const;
   /// Throws ConfigError, which lists the names, for an unknown one.
   ShardedParam param(std::string_view name) const;
@@ -155,6 +167,9 @@ class Module {
   [[nodiscard]] BackwardScope backward(const ExecutionSpace& exec = ExecutionSpace());
   /// Gathers the parameters for anything else; recorded nowhere. Collective.
   [[nodiscard]] Scope unshard(const ExecutionSpace& exec = ExecutionSpace());
+  /// With writeback, all ranks must write the same. Throws Error where the parameters are gathered in another dtype
+  /// than they are kept in, or another scope is live.
+  [[nodiscard]] Scope unshard(const UnshardOptions& options, const ExecutionSpace& exec = ExecutionSpace());
   /// Starts the gather; the scope's first view completes it. Collective.
   [[nodiscard]] Scope unshard_async(const ExecutionSpace& exec = ExecutionSpace());
 
@@ -167,6 +182,35 @@ class Module {
   /// does. Throws, before anything is changed, ConfigError for an unknown name and ShapeError for another shape or
   /// dtype.
   void post_backward(const std::map<std::string, Tensor>& gradients, const ExecutionSpace& exec = ExecutionSpace());
+
+  // Settings, the same calls on all ranks.
+
+  /// As Config::reshard_after_forward, from the next forward on. Throws ConfigError for a number that does not divide
+  /// the ranks, or with parameters on several meshes.
+  void set_reshard_after_forward(ReshardAfterForward value);
+  /// false: reduce() and hold() keep the parameters gathered, for the next forward of an accumulation. They are dropped
+  /// when the shards change, or by the first reduce() after it is true again.
+  void set_reshard_after_backward(bool value);
+  /// false: backward shows no parameters, and gathers none; for an embedding, whose gradient needs no weights.
+  void set_unshard_in_backward(bool value);
+  /// false: reduce() does what hold() does.
+  void set_requires_gradient_sync(bool value);
+  /// false, with replicas: reduce() sums over the shards' axis only, and adds to a partial sum that the next reduction
+  /// with true includes; 1/S of the memory that hold() takes.
+  void set_requires_all_reduce(bool value);
+  /// Of this module, see Config. Throws ConfigError unless it is positive.
+  void set_gradient_divide_factor(double factor);
+  /// What to gather when a forward (backward) of this module has begun, instead of what policy and recorded order say.
+  /// Modules of the same model, at any number; limit_all_gathers does not bound them. Empty: nothing. Throws
+  /// ConfigError.
+  void set_modules_to_forward_prefetch(const std::vector<Module*>& modules);
+  void set_modules_to_backward_prefetch(const std::vector<Module*>& modules);
+
+  /// A replicated tensor that is no parameter, such as a running mean: kept in the policy's buffer_dtype where it can
+  /// be cast, and in state dicts as "<module>.<name>". Copies `value`. Throws as add_param.
+  void add_buffer(std::string name, const Tensor& value, const ExecutionSpace& exec = ExecutionSpace());
+  /// Throws ConfigError for an unknown name.
+  const Tensor& buffer(std::string_view name) const;
 
   /// Model::finish_backward of the model that owns the module. Collective.
   void finish_backward(const ExecutionSpace& exec = ExecutionSpace());

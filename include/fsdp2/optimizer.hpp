@@ -15,9 +15,12 @@
 
 namespace fsdp2 {
 
+/// Which parameters an optimizer treats by options of their own.
+using ParamFilter = std::function<bool(const ShardedParam&)>;
+
 /// Updates the shards of a model, or of modules outside models, on this rank; the state has the parameters' placement.
-/// All arithmetic is f32, element by element: the result does not depend on the number of ranks. Made after all
-/// parameters.
+/// All arithmetic is f32, or f64 for f64 parameters, element by element: the result does not depend on the number of
+/// ranks. Made after all parameters.
 class Optimizer {
  public:
   virtual ~Optimizer();
@@ -31,39 +34,63 @@ class Optimizer {
   /// Forgets reduced gradients. Local.
   void zero_grad(const ExecutionSpace& exec = ExecutionSpace());
 
-  double lr() const { return lr_; }
-  /// For schedules: from the next step on.
-  void set_lr(double lr);
+  /// Of a parameter group: 0 is what no filter chose, others count from 1 on.
+  double lr(std::size_t group = 0) const { return lrs_.at(group); }
+  /// For schedules: from the next step on. Throws ConfigError for a negative rate or an unknown group.
+  void set_lr(double lr, std::size_t group = 0);
 
   /// "step", the number of steps so far, a replicated scalar of i64; and the state of each parameter, such as
-  /// "exp_avg.<module>.<parameter>". The tensors are the state itself: what a checkpoint writes into them is used.
+  /// "exp_avg.<module>.<parameter>", in f32, or f64 for f64 parameters. The tensors are the state itself: what a
+  /// checkpoint writes into them is used. They are current until a parameter is unfrozen: ask again then.
   std::map<std::string, DTensor> state() const;
 
  protected:
-  /// `buffers` names the f32 arrays of state that each parameter has; they start as zeros.
-  Optimizer(const Model& model, std::vector<std::string> buffers, double lr);
-  Optimizer(std::span<Module* const> modules, std::vector<std::string> buffers, double lr);
+  /// `buffers` names the arrays of state that each parameter has; they start as zeros. A parameter belongs to the group
+  /// of the first filter that is true for it. One rate more than filters.
+  Optimizer(const Model& model, std::vector<std::string> buffers, std::vector<double> lrs,
+            std::vector<ParamFilter> filters);
+  Optimizer(std::span<Module* const> modules, std::vector<std::string> buffers, std::vector<double> lrs,
+            std::vector<ParamFilter> filters);
 
   /// Once a step, before the updates. `step` is the count in device memory, from 1 on.
   virtual void begin_step(const ExecutionSpace& exec, const Tensor& step) = 0;
-  /// Updates consecutive elements, one kernel. All tensors have the same length.
-  virtual void update(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
+  /// Updates consecutive elements of a parameter group, one kernel. All tensors have the same length.
+  virtual void update(const ExecutionSpace& exec, std::size_t group, const Tensor& parameters, const Tensor& gradients,
                       std::span<const Tensor> buffers) = 0;
 
  private:
   friend struct detail::ModuleAccess;
+  /// Consecutive elements of a section: in its shards, its gradients and its state.
+  struct Run {
+    std::size_t section = 0;
+    std::size_t group = 0;
+    std::int64_t start = 0;
+    std::int64_t train_start = 0;
+    std::int64_t state_start = 0;
+    std::int64_t count = 0;
+  };
   struct Entry {
     std::shared_ptr<detail::ParamGroup> group;
-    std::vector<Tensor> buffers;  // laid out as the group's gradients
+    std::vector<std::size_t> groups;          // by parameter
+    std::int64_t layout_version = 0;          // of the group, when the rest was made
+    std::vector<std::int64_t> starts;         // by parameter, in its section; -1: no state
+    std::vector<std::int64_t> section_bytes;  // where each section begins
+    std::vector<Run> runs;
+    std::vector<Tensor> buffers;  // bytes
+
+    DTensor part(const Tensor& buffer, std::size_t param) const;
+    Tensor slice(const Tensor& buffer, std::size_t section, std::int64_t start, Shape shape) const;
   };
 
-  Optimizer(std::vector<std::shared_ptr<detail::ParamGroup>> groups, std::vector<std::string> buffers, double lr);
+  Optimizer(std::vector<std::shared_ptr<detail::ParamGroup>> groups, std::vector<std::string> buffers,
+            std::vector<double> lrs, const std::vector<ParamFilter>& filters);
+  void lay_out(Entry& entry, const ExecutionSpace& exec) const;
 
   std::shared_ptr<detail::ModelState> model_;  // null: modules
   std::vector<Entry> entries_;
   std::vector<std::string> names_;
   Tensor step_;
-  double lr_ = 0;
+  std::vector<double> lrs_;
 };
 
 struct SgdOptions {
@@ -72,19 +99,25 @@ struct SgdOptions {
   double weight_decay = 0;  ///< added to the gradient
 };
 
-/// g' = g + weight_decay·p; m = momentum·m + g'; p -= lr·m. State "momentum_buffer", unless momentum is 0.
+/// Options of the parameters that `filter` chooses.
+struct SgdGroup {
+  ParamFilter filter;
+  SgdOptions options;
+};
+
+/// g' = g + weight_decay·p; m = momentum·m + g'; p -= lr·m. State "momentum_buffer", unless momentum is 0 everywhere.
 class Sgd final : public Optimizer {
  public:
   /// Throws ConfigError for a number that is negative or not finite.
-  Sgd(const Model& model, SgdOptions options);
-  Sgd(std::span<Module* const> modules, SgdOptions options);
+  Sgd(const Model& model, SgdOptions options, const std::vector<SgdGroup>& groups = {});
+  Sgd(std::span<Module* const> modules, SgdOptions options, const std::vector<SgdGroup>& groups = {});
 
  private:
   void begin_step(const ExecutionSpace& exec, const Tensor& step) override;
-  void update(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
+  void update(const ExecutionSpace& exec, std::size_t group, const Tensor& parameters, const Tensor& gradients,
               std::span<const Tensor> buffers) override;
 
-  SgdOptions options_;
+  std::vector<SgdOptions> options_;
 };
 
 struct AdamWOptions {
@@ -95,21 +128,26 @@ struct AdamWOptions {
   double weight_decay = 1e-2;  ///< decoupled: p is multiplied by 1 - lr·weight_decay
 };
 
+struct AdamWGroup {
+  ParamFilter filter;
+  AdamWOptions options;
+};
+
 /// Adam with decoupled weight decay and bias correction, as PyTorch's: m = beta1·m + (1−beta1)·g, v = beta2·v +
 /// (1−beta2)·g², p = p·(1 − lr·weight_decay) − lr·m̂ / (√v̂ + eps). State "exp_avg" and "exp_avg_sq".
 class AdamW final : public Optimizer {
  public:
   /// Throws ConfigError for a number out of range: lr and weight_decay ≥ 0, 0 ≤ beta < 1, eps > 0.
-  AdamW(const Model& model, AdamWOptions options);
-  AdamW(std::span<Module* const> modules, AdamWOptions options);
+  AdamW(const Model& model, AdamWOptions options, const std::vector<AdamWGroup>& groups = {});
+  AdamW(std::span<Module* const> modules, AdamWOptions options, const std::vector<AdamWGroup>& groups = {});
 
  private:
   void begin_step(const ExecutionSpace& exec, const Tensor& step) override;
-  void update(const ExecutionSpace& exec, const Tensor& parameters, const Tensor& gradients,
+  void update(const ExecutionSpace& exec, std::size_t group, const Tensor& parameters, const Tensor& gradients,
               std::span<const Tensor> buffers) override;
 
-  AdamWOptions options_;
-  Tensor scalars_;  // of the current step: lr / (1 - beta1^t), sqrt(1 - beta2^t)
+  std::vector<AdamWOptions> options_;
+  Tensor scalars_;  // of the current step, for each group: lr / (1 - beta1^t), sqrt(1 - beta2^t)
 };
 
 }  // namespace fsdp2

@@ -69,6 +69,9 @@ class BasicTensor {
   /// Throws ShapeError where that leaves the tensor.
   BasicTensor slice(std::int64_t begin, Shape shape) const;
 
+  /// The same bytes as another dtype and shape. Throws ShapeError for another length.
+  BasicTensor as(DType dtype, Shape shape) const { return over(bytes_, dtype, std::move(shape), owner_); }
+
   /// A typed, unmanaged View of the same memory, such as view<float**>() or view<const bfloat16*>(): valid while this
   /// tensor or a copy of it lives. A scalar's is view<float>(). Throws ShapeError for another element type or rank.
   template <class DataType>

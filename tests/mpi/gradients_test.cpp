@@ -147,19 +147,21 @@ class GradientsTest : public OnMesh {
     std::size_t count = 0;
     for (const auto& group : detail::ModuleAccess::groups(model)) {
       if (!group->has_gradient()) continue;
-      const Tensor buffer = group->trainable_gradients(ExecutionSpace());
-      Values values = to_host(buffer);
-      std::vector<bool> is_element(values.size());
-      for (const detail::Param& param : group->params()) {
-        if (!param.requires_grad) continue;
-        const Tensor part = group->trainable_part(buffer, param).local();
-        const auto begin = is_element.begin() + (part.data() - buffer.data()) / 4;
-        std::fill(begin, begin + part.numel(), true);
+      group->make_gradients(ExecutionSpace());
+      for (const detail::Section& section : group->layout().sections) {
+        const Tensor buffer = group->section_gradients(section);
+        Values values = to_host(buffer);
+        std::vector<bool> is_element(values.size());
+        for (const detail::Param& param : group->params()) {
+          if (!param.requires_grad || &group->layout().sections[param.section] != &section) continue;
+          const auto begin = is_element.begin() + param.train_start;
+          std::fill(begin, begin + param.shard.local().numel(), true);
+        }
+        for (std::size_t i = 0; i < values.size(); ++i)
+          if (!is_element[i]) values[i] = nan;
+        count += static_cast<std::size_t>(std::count(is_element.begin(), is_element.end(), false));
+        fill(buffer, values);
       }
-      for (std::size_t i = 0; i < values.size(); ++i)
-        if (!is_element[i]) values[i] = nan;
-      count += static_cast<std::size_t>(std::count(is_element.begin(), is_element.end(), false));
-      fill(buffer, values);
     }
     return count;
   }

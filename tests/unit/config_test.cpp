@@ -50,13 +50,11 @@ TEST(ConfigTest, DefaultsAreTheOnesOfTheDesign) {
 
 TEST(ConfigTest, PoliciesAreTheOnesOfTheDesign) {
   const MixedPrecisionPolicy none;
-  EXPECT_EQ(none.param_dtype, DType::f32);
-  EXPECT_EQ(none.reduce_dtype, DType::f32);
-  EXPECT_EQ(none.buffer_dtype, DType::f32);
+  EXPECT_FALSE(none.param_dtype || none.reduce_dtype || none.buffer_dtype || none.output_dtype);
   EXPECT_FALSE(none.cast_inputs || none.keep_low_precision_grads);
   EXPECT_EQ(MixedPrecisionPolicy::fp32(), none);
-  EXPECT_EQ(MixedPrecisionPolicy::bf16(), (MixedPrecisionPolicy{DType::bf16, DType::f32, DType::bf16, true, false}));
-  EXPECT_EQ(MixedPrecisionPolicy::fp16(), (MixedPrecisionPolicy{DType::f16, DType::f32, DType::f16, true, false}));
+  EXPECT_EQ(MixedPrecisionPolicy::bf16(), (MixedPrecisionPolicy{DType::bf16, DType::f32, DType::bf16, true}));
+  EXPECT_EQ(MixedPrecisionPolicy::fp16(), (MixedPrecisionPolicy{DType::f16, DType::f32, DType::f16, true}));
 }
 
 TEST(ConfigTest, AMeshIsRequired) {
@@ -76,9 +74,11 @@ TEST(ConfigTest, TheBuilderSetsEveryField) {
                             .gradient_divide_factor(3)
                             .direct_bytes(9)
                             .keep_unsharded_in_eval(true)
-                            .mp_policy(MixedPrecisionPolicy::fp32())
-                            .offload_to_cpu(false)
-                            .forward_prefetch(false)
+                            .mp_policy(MixedPrecisionPolicy::bf16())
+                            .offload_to_cpu(true)
+                            .forward_prefetch(true)
+                            .max_bucket_bytes(11)
+                            .separate_reduce_communicator(true)
                             .build();
   EXPECT_EQ(config.reshard_after_forward, ReshardAfterForward(false));
   EXPECT_EQ(config.min_shard_size, 7);
@@ -89,9 +89,11 @@ TEST(ConfigTest, TheBuilderSetsEveryField) {
   EXPECT_TRUE(config.keep_unsharded_in_eval);
   EXPECT_THROW(Config::builder().mesh(DeviceMesh()).mesh_dim_name("tp").build(), ConfigError);
   EXPECT_THROW(Config::builder().mesh(DeviceMesh()).replicate_dim_name("dp").build(), ConfigError);
-  EXPECT_THROW(Config::builder().mesh(DeviceMesh()).mp_policy(MixedPrecisionPolicy::bf16()).build(), ConfigError);
-  EXPECT_THROW(Config::builder().mesh(DeviceMesh()).offload_to_cpu(true).build(), ConfigError);
-  EXPECT_THROW(Config::builder().mesh(DeviceMesh()).forward_prefetch(true).build(), ConfigError);
+  EXPECT_EQ(config.mp_policy, MixedPrecisionPolicy::bf16());
+  EXPECT_TRUE(config.offload_to_cpu);
+  EXPECT_TRUE(config.forward_prefetch);
+  EXPECT_EQ(config.max_bucket_bytes, 11);
+  EXPECT_TRUE(config.separate_reduce_communicator);
 }
 
 TEST(ConfigTest, ValuesOutOfRangeAreRefusedByName) {
@@ -99,20 +101,21 @@ TEST(ConfigTest, ValuesOutOfRangeAreRefusedByName) {
   expect_refusal({.mesh = mesh, .mesh_dim_name = "tp"}, "mesh_dim_name is \"tp\"");
   expect_refusal({.mesh = mesh, .min_shard_size = -1}, "min_shard_size is -1");
   expect_refusal({.mesh = mesh, .direct_bytes = -1}, "direct_bytes is -1");
+  expect_refusal({.mesh = mesh, .max_bucket_bytes = -1}, "max_bucket_bytes is -1");
+  expect_refusal({.mesh = mesh, .replicate_dim_name = "replicate"}, "replicate_dim_name is \"replicate\"");
+  expect_refusal({.mesh = mesh, .replicate_dim_name = "dp"}, "replicate_dim_name is \"dp\"");
+  expect_refusal({.mesh = mesh, .reshard_after_forward = 2}, "reshard_after_forward is 2");
+  expect_refusal({.mesh = mesh, .reshard_after_forward = 0}, "reshard_after_forward is 0");
   for (const double factor :
        {0.0, -1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
     expect_refusal({.mesh = mesh, .gradient_divide_factor = factor}, "gradient_divide_factor is ");
-}
-
-TEST(ConfigTest, WhatIsNotSupportedYetIsRefusedByName) {
-  const DeviceMesh mesh;
-  expect_refusal({.mesh = mesh, .replicate_dim_name = "replicate"}, "replicate_dim_name is \"replicate\"");
-  expect_refusal({.mesh = mesh, .mp_policy = MixedPrecisionPolicy::bf16()}, "mp_policy");
-  expect_refusal({.mesh = mesh, .mp_policy = {.cast_inputs = true}}, "mp_policy");
-  expect_refusal({.mesh = mesh, .mp_policy = {.keep_low_precision_grads = true}}, "mp_policy");
-  expect_refusal({.mesh = mesh, .reshard_after_forward = 2}, "reshard_after_forward is 2");
-  expect_refusal({.mesh = mesh, .offload_to_cpu = true}, "offload_to_cpu");
-  expect_refusal({.mesh = mesh, .forward_prefetch = true}, "forward_prefetch");
+  const std::pair<MixedPrecisionPolicy, const char*> policies[] = {
+      {{.param_dtype = DType::i32}, "param_dtype is i32"},
+      {{.reduce_dtype = DType::f8_e5m2}, "reduce_dtype is f8"},
+      {{.buffer_dtype = DType::u8}, "buffer_dtype is u8"},
+      {{.output_dtype = DType::i8}, "output_dtype is i8"}};
+  for (const auto& [policy, message] : policies)
+    EXPECT_NE(refusal({.mesh = mesh, .mp_policy = policy}).find(message), std::string::npos);
 }
 
 TEST(ConfigTest, OverridesOfAModuleAreChecked) {
