@@ -216,11 +216,9 @@ void ModelState::finish_backward(const ExecutionSpace& exec) {
   const bool is_bucket_used =
       std::any_of(groups_.begin(), groups_.end(), [](const ParamGroup* group) { return group->wants_bucket(); });
   if (is_bucket_used) {
+    for (const ParamGroup* group : groups_) group->divide_buckets(exec);
     for (const ReplicatedBucket& bucket : buckets_) {
       const Binding& binding = bindings_[bucket.binding];
-      // Groups with a divide factor of their own share the bucket: what comes before the sum follows the model's.
-      const double before = split_divisor(bucket.dtype, divisor(binding)).before;
-      if (before != 1) kernels::scale(exec, bucket.gradients, 1.0 / before);
       binding.reduce->all_reduce(exec, bucket.gradients, ReduceOp::sum).wait();
       if (binding.replicate != nullptr) binding.replicate->all_reduce(exec, bucket.gradients, ReduceOp::sum).wait();
     }

@@ -998,15 +998,23 @@ void ParamGroup::take_reduction(const Tensor& slot, bool all_reduces, const Exec
   }
 }
 
+void ParamGroup::divide_buckets(const ExecutionSpace& exec) const {
+  if (!wants_bucket_) return;
+  for (std::size_t s = 0; s < layout_.sections.size(); ++s) {
+    const Section& section = layout_.sections[s];
+    const double before = split_divisor(section.reduce_dtype, divisor(section)).before;
+    if (bucket_parts_[s].start >= 0 && before != 1) kernels::scale(exec, bucket_part(s), 1.0 / before);
+  }
+}
+
 void ParamGroup::take_buckets(const ExecutionSpace& exec) {
   if (!wants_bucket_) return;
   allocate_gradients(exec);
   for (std::size_t s = 0; s < layout_.sections.size(); ++s) {
     const Section& section = layout_.sections[s];
     if (bucket_parts_[s].start < 0) continue;
-    const double before =
-        split_divisor(section.reduce_dtype, model_->divisor(model_->bindings()[section.binding])).before;
-    kernels::accumulate(exec, section_gradients(section), bucket_part(s), divisor(section) / before, has_gradients_[s]);
+    kernels::accumulate(exec, section_gradients(section), bucket_part(s),
+                        split_divisor(section.reduce_dtype, divisor(section)).after, has_gradients_[s]);
     has_gradients_[s] = true;
     mark_gradients(s);
   }

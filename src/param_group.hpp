@@ -135,6 +135,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// Takes its parts of the buckets, if it has none.
   void place_in_buckets();
   bool wants_bucket() const { return wants_bucket_; }
+  /// What f16 sums need before they are made, see Divisors.
+  void divide_buckets(const ExecutionSpace& exec) const;
   void take_buckets(const ExecutionSpace& exec);
   void reset(const ExecutionSpace& exec);
 
