@@ -634,6 +634,7 @@ Tensor make_segments(const ExecutionSpace& exec, const std::vector<Segment>& seg
   for (const Segment& segment : segments)
     for (std::int64_t done = 0; done < segment.count; done += segment_piece)
       pieces.push_back({segment.source + done, segment.target + done, std::min(segment_piece, segment.count - done)});
+  if (pieces.empty()) return {};
   const Tensor table =
       Tensor::uninitialized(DType::i64, {static_cast<std::int64_t>(pieces.size()), 3}, "fsdp2::segments");
   static_assert(sizeof(Segment) == 3 * sizeof(std::int64_t));

@@ -1,7 +1,9 @@
 // SPDX-FileCopyrightText: 2026 The fsdp2 authors
 // SPDX-License-Identifier: BSD-3-Clause
 #include <algorithm>
-#include <set>
+#include <functional>
+#include <map>
+#include <numeric>
 #include <vector>
 
 #include "model_state.hpp"
@@ -22,30 +24,31 @@ struct Count {
   }
 };
 
-/// The receive buffers of a communicator: each is taken by the best fit, and never given back to the system.
+/// The receive buffers of a host communicator: the i-th is as large as the i-th largest that any operation takes at
+/// once.
 class Scratch {
  public:
-  /// One operation, which takes a buffer for each transfer at once, and then returns them.
-  void take(const std::vector<std::int64_t>& transfers) {
-    std::vector<std::int64_t> taken;
-    taken.reserve(transfers.size());
-    for (const std::int64_t bytes : transfers) {
-      auto best = free_.lower_bound(bytes);
-      if (best == free_.end()) {
-        total_ += bytes;
-        taken.push_back(bytes);
-      } else {
-        taken.push_back(*best);
-        free_.erase(best);
-      }
-    }
-    free_.insert(taken.begin(), taken.end());
+  explicit Scratch(const Communicator& communicator) : ranks_(communicator.size()) {}
+
+  /// One operation, which takes a buffer for each transfer.
+  void take(std::vector<std::int64_t> transfers) {
+    if (ranks_ == 1) return;  // what is copied needs none
+    std::sort(transfers.begin(), transfers.end(), std::greater<>());
+    if (buffers_.size() < transfers.size()) buffers_.resize(transfers.size(), 0);
+    for (std::size_t i = 0; i < transfers.size(); ++i)
+      buffers_[i] = std::max(buffers_[i], align_up(transfers[i], buffer_alignment));
   }
-  std::int64_t total() const { return total_; }
+  /// An all-reduce is a reduce-scatter and an all-gather of a padded copy.
+  void take_all_reduce(std::int64_t count, DType dtype) {
+    if (count == 0) return;
+    const std::int64_t bytes = chunk_size(count, ranks_) * ranks_ * size_of(dtype);
+    take({bytes, bytes});
+  }
+  std::int64_t total() const { return std::accumulate(buffers_.begin(), buffers_.end(), std::int64_t{0}); }
 
  private:
-  std::multiset<std::int64_t> free_;
-  std::int64_t total_ = 0;
+  std::int64_t ranks_;
+  std::vector<std::int64_t> buffers_;
 };
 
 /// Two iterations of the canonical schedule, on counts only: the second has an order to prefetch by.
@@ -127,15 +130,20 @@ class Rehearsal {
 
 }  // namespace
 
+std::vector<ReplicatedBucket> ModelState::plan_buckets() const {
+  std::vector<ReplicatedBucket> buckets;
+  for (const ParamGroup* group : groups_)
+    for (const Section& section : group->layout().sections)
+      if (section.is_bucketed()) place_in_bucket(buckets, section.binding, section.reduce_dtype, section.trainable);
+  return buckets;
+}
+
 MemoryPlan ModelState::plan() const {
   MemoryPlan plan;
   std::int64_t gather_slot = 0;
   std::int64_t gather_pack = 0;
   std::int64_t reduce_slot = 0;
   std::int64_t reduce_pack = 0;
-  std::vector<ReplicatedBucket> buckets;
-  std::vector<Scratch> shard_scratch(bindings_.size());
-  std::vector<Scratch> replica_scratch(bindings_.size());
   for (const ParamGroup* group : groups_) {
     const Layout& layout = group->layout();
     plan.shards += layout.shards;
@@ -155,6 +163,27 @@ MemoryPlan ModelState::plan() const {
   plan.gather_packs = rehearsal.gather_packs() * gather_pack;
   plan.reduce_slots = rehearsal.reduce_slots() * reduce_slot;
   plan.reduce_packs = reduce_pack;
+  const std::vector<ReplicatedBucket> buckets = plan_buckets();
+  for (const ReplicatedBucket& bucket : buckets) plan.replicated_gradients += bucket.count * size_of(bucket.dtype);
+
+  std::map<const Communicator*, Scratch> scratch;
+  const auto scratch_of = [&](const Communicator& communicator) -> Scratch& {
+    return scratch.try_emplace(&communicator, communicator).first->second;
+  };
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
+    const auto transfers = (*group)->reduction_transfers();
+    for (std::size_t binding = 0; binding < transfers.size(); ++binding)
+      scratch_of(*bindings_[binding].reduce).take(transfers[binding]);
+    for (const Section& section : (*group)->layout().sections)
+      if (section.is_sharded && bindings_[section.binding].replicate != nullptr)
+        scratch_of(*bindings_[section.binding].replicate).take_all_reduce(section.trainable, section.reduce_dtype);
+  }
+  for (const ReplicatedBucket& bucket : buckets) {
+    const Binding& binding = bindings_[bucket.binding];
+    scratch_of(*binding.reduce).take_all_reduce(bucket.count, bucket.dtype);
+    if (binding.replicate != nullptr) scratch_of(*binding.replicate).take_all_reduce(bucket.count, bucket.dtype);
+  }
+  for (const auto& [communicator, buffers] : scratch) plan.communication += buffers.total();
   return plan;
 }
 

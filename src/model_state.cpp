@@ -135,25 +135,31 @@ ParamGroup* ModelState::next_forward() const {
   return next < last_order_.size() && last_order_[next - 1] == recorded_.back() ? last_order_[next] : nullptr;
 }
 
+void ModelState::complete_ahead(const ExecutionSpace& exec) {
+  for (ParamGroup* group : ahead_)
+    if (group->is_prefetched()) group->complete_gather(exec);
+}
+
 void ModelState::poke() {
   for (Work& work : pending_.works) work.test();
   for (ParamGroup* group : ahead_) group->poke();
 }
 
-std::pair<std::size_t, std::int64_t> ModelState::place_in_bucket(std::size_t binding, DType dtype, std::int64_t count) {
-  const auto found = std::find_if(buckets_.begin(), buckets_.end(), [&](const ReplicatedBucket& bucket) {
+std::pair<std::size_t, std::int64_t> ModelState::place_in_bucket(std::vector<ReplicatedBucket>& buckets,
+                                                                 std::size_t binding, DType dtype, std::int64_t count) {
+  const auto found = std::find_if(buckets.begin(), buckets.end(), [&](const ReplicatedBucket& bucket) {
     return bucket.binding == binding && bucket.dtype == dtype;
   });
-  const auto index = static_cast<std::size_t>(found - buckets_.begin());
-  if (found == buckets_.end()) buckets_.push_back({binding, dtype, 0, {}});
-  ReplicatedBucket& bucket = buckets_[index];
-  const std::int64_t start = align_up(bucket.count, section_alignment);
-  bucket.count = checked_add(start, count);
+  const auto index = static_cast<std::size_t>(found - buckets.begin());
+  if (found == buckets.end()) buckets.push_back({binding, dtype, 0, {}});
+  ReplicatedBucket& bucket = buckets[index];
+  const std::int64_t start = bucket.count;
+  bucket.count = align_up(checked_add(start, count), section_alignment);
   return {index, start};
 }
 
 void ModelState::prepare_buckets(const ExecutionSpace& exec) {
-  for (ParamGroup* group : groups_) group->place_in_buckets();
+  for (ParamGroup* group : groups_) group->place_in_buckets(buckets_);
   for (ReplicatedBucket& bucket : buckets_) {
     if (bucket.gradients.numel() == bucket.count) continue;
     for (const ParamGroup* group : groups_)

@@ -128,11 +128,14 @@ class ModelState {
   bool may_prefetch() const { return !config_.limit_all_gathers || ahead_.empty(); }
   void add_ahead(ParamGroup* group) { ahead_.push_back(group); }
   void remove_ahead(ParamGroup* group) noexcept { std::erase(ahead_, group); }
+  /// Completes the gathers that policy started ahead; they stay there for their use.
+  void complete_ahead(const ExecutionSpace& exec);
   /// Gives operations in flight a chance to progress.
   void poke();
 
-  /// A place for `count` elements; the buckets grow by prepare_buckets.
-  std::pair<std::size_t, std::int64_t> place_in_bucket(std::size_t binding, DType dtype, std::int64_t count);
+  /// A place for `count` elements in one of the buckets, which grow later.
+  static std::pair<std::size_t, std::int64_t> place_in_bucket(std::vector<ReplicatedBucket>& buckets,
+                                                              std::size_t binding, DType dtype, std::int64_t count);
   /// Gives every group its parts. Must be called at the same place on all ranks.
   void prepare_buckets(const ExecutionSpace& exec);
   const ReplicatedBucket& bucket(std::size_t index) const { return buckets_[index]; }
@@ -167,6 +170,7 @@ class ModelState {
   std::function<void(ShardedParam&)> on_gradient_ready;
 
  private:
+  std::vector<ReplicatedBucket> plan_buckets() const;
   PendingReduction take_pending();
   void release(PendingReduction& done) noexcept;
 

@@ -75,7 +75,7 @@ void Scope::require_live() const {
 Tensor Scope::tensor(std::string_view name) const {
   require_live();
   const detail::Param& param = group_->param(group_->find(name));
-  group_->complete_gather(exec_);
+  group_->use_gather(exec_);
   return group_->full(param);
 }
 

@@ -57,11 +57,6 @@ Tensor host_memory(std::int64_t bytes, const char* label) {
                       std::make_shared<const Kokkos::View<std::byte*, compat::PinnedSpace>>(memory));
 }
 
-/// Whether a section's gradients are reduced in the model's buckets.
-bool is_bucketed(const Section& section) {
-  return !section.is_sharded && !section.is_ignored && section.trainable > 0;
-}
-
 double megabytes(std::int64_t bytes) {
   return static_cast<double>(bytes) * 1e-6;
 }
@@ -340,7 +335,8 @@ void ParamGroup::adopt_gradient_layout(const ExecutionSpace& exec) {
   free_memory(&MemoryPlan::partials, partials_);
   has_gradients_.assign(sections, false);
   bucket_parts_.assign(sections, {});
-  needs_bucket_ = std::any_of(layout_.sections.begin(), layout_.sections.end(), is_bucketed);
+  needs_bucket_ = std::any_of(layout_.sections.begin(), layout_.sections.end(),
+                              [](const Section& section) { return section.is_bucketed(); });
   model_->reduce_slots.reserve(layout_.reduce_slot);
   model_->reduce_packs.reserve(layout_.reduce_pack);
 }
@@ -533,7 +529,6 @@ void ParamGroup::start_gather(const ExecutionSpace& exec) {
 
 void ParamGroup::complete_gather(const ExecutionSpace& exec) {
   if (gather_ != Gather::in_flight) return;
-  model_->remove_ahead(this);
   try {
     for (Work& work : gather_works_) work.wait();
   } catch (...) {
@@ -555,8 +550,11 @@ void ParamGroup::poke() {
 }
 
 void ParamGroup::gather(const ExecutionSpace& exec) {
-  if (gather_ == Gather::none) issue_gather(exec, TraceEvent::Kind::gather_issued);
-  complete_gather(exec);
+  if (gather_ == Gather::none) {
+    model_->complete_ahead(exec);  // so that two never need temporaries at once
+    issue_gather(exec, TraceEvent::Kind::gather_issued);
+  }
+  use_gather(exec);
 }
 
 void ParamGroup::gather_ahead(const ExecutionSpace& exec, TraceEvent::Kind kind) {
@@ -566,10 +564,14 @@ void ParamGroup::gather_ahead(const ExecutionSpace& exec, TraceEvent::Kind kind)
 }
 
 void ParamGroup::prefetch(const ExecutionSpace& exec) {
-  if (model_->may_prefetch()) gather_ahead(exec, TraceEvent::Kind::prefetch_issued);
+  if (!model_->may_prefetch() || gather_ != Gather::none) return;
+  gather_ahead(exec, TraceEvent::Kind::prefetch_issued);
+  is_prefetched_ = gather_ == Gather::in_flight;
 }
 
 void ParamGroup::release_storage() noexcept {
+  is_prefetched_ = false;
+  model_->remove_ahead(this);
   gather_works_.clear();
   if (storage_is_own_) {
     model_->unsharded.add(-storage_.bytes());
@@ -800,7 +802,8 @@ void ParamGroup::hold(const ExecutionSpace& exec) {
 
 void ParamGroup::reduce(const ExecutionSpace& exec) {
   if (!requires_gradient_sync_) return hold(exec);
-  wants_bucket_ = wants_bucket_ || std::any_of(layout_.sections.begin(), layout_.sections.end(), is_bucketed);
+  wants_bucket_ = wants_bucket_ || std::any_of(layout_.sections.begin(), layout_.sections.end(),
+                                               [](const Section& section) { return section.is_bucketed(); });
   if (has_reduction()) {
     zero_unwritten(exec);
     end_backward(Backward::idle, exec);
@@ -859,17 +862,17 @@ void ParamGroup::start_reduction(const ExecutionSpace& exec) {
   model_->start_reduction(std::move(next));
 }
 
-std::vector<std::int64_t> ParamGroup::reduction_transfers() const {
-  std::vector<std::int64_t> bytes;
+std::vector<std::vector<std::int64_t>> ParamGroup::reduction_transfers() const {
+  std::vector<std::vector<std::int64_t>> bytes(model_->bindings().size());
   for (const Section& section : layout_.sections) {
     if (!section.is_sharded) continue;
     const std::int64_t unit = size_of(section.reduce_dtype) * model_->bindings()[section.binding].ranks();
     for (const Range& bucket : section.trainable_buckets)
-      if (bucket.size() > 0) bytes.push_back(bucket.size() * unit);
+      if (bucket.size() > 0) bytes[section.binding].push_back(bucket.size() * unit);
     for (const Param& param : params_)
       if (param.is_direct && param.lent_offset >= 0 && param.shard_count > 0 &&
           &layout_.sections[param.section] == &section)
-        bytes.push_back(param.shard_count * unit);
+        bytes[section.binding].push_back(param.shard_count * unit);
   }
   return bytes;
 }
@@ -937,14 +940,14 @@ Tensor ParamGroup::received(const Tensor& slot, std::int64_t slot_start, const S
   return part(slot, section.receive_offset - slot_start, section.reduce_dtype, {section.trainable});
 }
 
-void ParamGroup::place_in_buckets() {
+void ParamGroup::place_in_buckets(std::vector<ReplicatedBucket>& buckets) {
   needs_bucket_ = false;
   for (std::size_t s = 0; s < layout_.sections.size(); ++s) {
     const Section& section = layout_.sections[s];
     BucketPart& place = bucket_parts_[s];
-    if (!is_bucketed(section) || place.start >= 0) continue;
+    if (!section.is_bucketed() || place.start >= 0) continue;
     std::tie(place.bucket, place.start) =
-        model_->place_in_bucket(section.binding, section.reduce_dtype, section.trainable);
+        ModelState::place_in_bucket(buckets, section.binding, section.reduce_dtype, section.trainable);
   }
 }
 

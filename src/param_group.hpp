@@ -91,6 +91,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   /// Local: nothing, unless a gather is in flight.
   void complete_gather(const ExecutionSpace& exec);
+  /// The same, by who needs the parameters now.
+  void use_gather(const ExecutionSpace& exec) {
+    model_->remove_ahead(this);
+    complete_gather(exec);
+  }
   bool is_gathered(const Param& param) const { return param.slot_offset < 0 || gather_ == Gather::gathered; }
   Tensor full(const Param& param) const;
   void cache(const ExecutionSpace& exec, bool is_async);
@@ -127,13 +132,15 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// What finish_backward has to say about the group: null, or why it is not finished.
   const char* unfinished() const;
   bool has_open_backward() const { return backward_ == Backward::open; }
+  /// Whether policy started the gather, not the user.
+  bool is_prefetched() const { return is_prefetched_; }
   void poke();
   /// Adds what a reduction has left in its slot to the gradients of the shards, or to the partial sums.
   void take_reduction(const Tensor& slot, bool all_reduces, const ExecutionSpace& exec);
   /// Hands the gradients that a reduction has made to Model::set_on_gradient_ready's hook.
   void report_gradients(bool is_sharded, const ExecutionSpace& exec);
   /// Takes its parts of the buckets, if it has none.
-  void place_in_buckets();
+  void place_in_buckets(std::vector<ReplicatedBucket>& buckets);
   bool wants_bucket() const { return wants_bucket_; }
   /// What f16 sums need before they are made, see Divisors.
   void divide_buckets(const ExecutionSpace& exec) const;
@@ -159,8 +166,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool has_trainable() const { return !runs_.empty(); }
   bool has_reduction() const { return layout_.reduce_slot > layout_.receive_start; }
   std::int64_t table_bytes() const;
-  /// Bytes of every transfer that a reduction receives, in their order.
-  std::vector<std::int64_t> reduction_transfers() const;
+  /// Bytes of every transfer of a reduction, in their order, by binding.
+  std::vector<std::vector<std::int64_t>> reduction_transfers() const;
 
  private:
   enum class Gather : std::uint8_t { none, in_flight, gathered };
@@ -238,6 +245,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::vector<Tensor> counted_tables_;
 
   Gather gather_ = Gather::none;
+  bool is_prefetched_ = false;
   Tensor storage_;
   bool storage_is_own_ = false;
   Tensor own_storage_;  // of a group that keeps its parameters gathered

@@ -102,7 +102,9 @@ Layout lay_out(std::vector<Param>& params, std::span<const Binding> bindings, co
     section.pack_offset =
         place_bytes(layout.gather_pack, checked_multiply(section.packed(), ranks), section.gather_dtype);
   }
+  layout.shards = align_up(layout.shards, buffer_alignment);
   layout.gather_slot = align_up(layout.gather_slot, buffer_alignment);
+  layout.gather_pack = align_up(layout.gather_pack, buffer_alignment);
   lay_out_gradients(layout, params, bindings, config);
   return layout;
 }
@@ -131,10 +133,13 @@ void lay_out_gradients(Layout& layout, std::vector<Param>& params, std::span<con
     const std::int64_t packed = section.trainable_buckets.empty() ? 0 : section.trainable_buckets.back().end;
     section.reduce_pack_offset = place_bytes(layout.reduce_pack, checked_multiply(packed, ranks), section.reduce_dtype);
   }
+  layout.gradients = align_up(layout.gradients, buffer_alignment);
+  layout.reduce_pack = align_up(layout.reduce_pack, buffer_alignment);
   layout.reduce_slot = layout.receive_start = align_up(layout.reduce_slot, buffer_alignment);
   for (Section& section : layout.sections)
     if (section.is_sharded)
       section.receive_offset = place_bytes(layout.reduce_slot, section.trainable, section.reduce_dtype);
+  layout.reduce_slot = align_up(layout.reduce_slot, buffer_alignment);
 }
 
 PackingTables packing_tables(const Layout& layout, std::span<const Param> params, std::span<const Binding> bindings) {

@@ -88,6 +88,8 @@ struct Section {
   std::int64_t receive_offset = 0;  ///< in the reduce slot, if sharded
   std::int64_t reduce_pack_offset = 0;
 
+  /// Whether its gradients are reduced in the model's buckets.
+  bool is_bucketed() const { return !is_sharded && !is_ignored && trainable > 0; }
   std::int64_t packed() const { return buckets.empty() ? 0 : buckets.back().end; }
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "comm/check_mpi.hpp"
@@ -55,21 +56,24 @@ class ByteType {
   bool is_derived_ = false;
 };
 
-/// Reusable memory for receive buffers: fresh pages cost as much as the transfer.
+/// Reusable memory for receive buffers: fresh pages cost as much as the transfer. The largest free one is taken, and
+/// replaced where it is too small: if operations take theirs in descending order, the i-th buffer is as large as the
+/// largest i-th request, whatever the order of operations; see memory_plan.cpp.
 class ScratchPool : public std::enable_shared_from_this<ScratchPool> {
  public:
   /// Memory that returns to the pool when the last copy of the tensor is gone.
   Tensor take(DType dtype, std::int64_t count) {
     const std::int64_t bytes = checked_multiply(count, size_of(dtype));
-    auto best = free_.end();
-    for (auto it = free_.begin(); it != free_.end(); ++it)
-      if (it->bytes() >= bytes && (best == free_.end() || it->bytes() < best->bytes())) best = it;
+    const auto largest = std::max_element(free_.begin(), free_.end(),
+                                          [](const Tensor& a, const Tensor& b) { return a.bytes() < b.bytes(); });
     Tensor memory;
-    if (best != free_.end()) {
-      memory = std::move(*best);
-      free_.erase(best);
-    } else {
-      memory = Tensor::uninitialized(DType::u8, {bytes}, "fsdp2::communicator_scratch");
+    if (largest != free_.end()) {
+      memory = std::move(*largest);
+      free_.erase(largest);
+    }
+    if (memory.bytes() < bytes) {
+      memory = {};
+      memory = Tensor::uninitialized(DType::u8, {align_up(bytes, 64)}, "fsdp2::communicator_scratch");
     }
     const auto whole = Kokkos::subview(memory.buffer(), std::pair(std::size_t{0}, static_cast<std::size_t>(bytes)));
     std::shared_ptr<const void> lease(memory.data(), [pool = weak_from_this(), memory](const void*) {
@@ -199,9 +203,11 @@ class MpiCommunicator : public Communicator {
     for (const Transfer& transfer : transfers) check_op(transfer.send.dtype(), op);
     if (is_copy()) return copy(exec, transfers);
     std::unique_ptr<MpiWork> work = start(exec);
-    for (const Transfer& transfer : transfers) {
+    const std::vector<Tensor> scratch = take_scratch(transfers);
+    for (std::size_t i = 0; i < transfers.size(); ++i) {
+      const Transfer& transfer = transfers[i];
+      const Tensor& parts = scratch[i];
       if (transfer.receive.bytes() == 0) continue;
-      const Tensor parts = scratch_->take(transfer.send.dtype(), transfer.send.numel());
       exchange(*work, transfer.send, parts, transfer.receive.bytes());
       work->at_end([receive = transfer.receive, parts, op](const ExecutionSpace& space) {
         kernels::reduce_parts(space, receive, parts, op);
@@ -287,6 +293,20 @@ class MpiCommunicator : public Communicator {
   }
 
  private:
+  /// As large as each send; taken in descending order, see ScratchPool.
+  std::vector<Tensor> take_scratch(std::span<const Transfer> transfers) {
+    std::vector<std::size_t> order(transfers.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+      return transfers[a].send.bytes() > transfers[b].send.bytes();
+    });
+    std::vector<Tensor> scratch(transfers.size());
+    for (const std::size_t i : order)
+      if (transfers[i].send.bytes() > 0)
+        scratch[i] = scratch_->take(transfers[i].send.dtype(), transfers[i].send.numel());
+    return scratch;
+  }
+
   bool is_copy() const { return comm_ == MPI_COMM_NULL || (size_ == 1 && options_.size_one_shortcut); }
 
   void require_open() const {
