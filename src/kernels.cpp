@@ -535,6 +535,12 @@ template void zero(const ExecutionSpace&, const Kokkos::View<std::byte*, Kokkos:
 template void zero(const ExecutionSpace&, const Kokkos::View<std::byte*, Kokkos::CudaSpace>&);
 #endif
 
+void poison(const Tensor& tensor) noexcept {
+  const ExecutionSpace exec;
+  Kokkos::deep_copy(exec, tensor.buffer(), std::byte{0xff});
+  compat::fence(exec, "fsdp2::poison");
+}
+
 void copy(const ExecutionSpace& exec, const Tensor& target, const Tensor& source) {
   require_same_length(target, source);
   if (source.bytes() != 0 && target.data() != source.data()) Kokkos::deep_copy(exec, target.buffer(), source.buffer());

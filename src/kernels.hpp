@@ -19,6 +19,9 @@ namespace fsdp2::kernels {
 template <class Space>
 void zero(const ExecutionSpace& exec, const Kokkos::View<std::byte*, Space>& bytes);
 
+/// Writes ones to all bits, which are NaN in every floating-point type, and waits for it.
+void poison(const Tensor& tensor) noexcept;
+
 /// target = source, bytewise. Throws ShapeError for other lengths.
 void copy(const ExecutionSpace& exec, const Tensor& target, const Tensor& source);
 

@@ -197,6 +197,15 @@ void Optimizer::step(const ExecutionSpace& exec) {
     if (models.insert(&entry.group->model()).second) entry.group->model().finish_backward(exec);
   for (const Entry& entry : entries_) entry.group->require_no_scope("it cannot be updated");
 
+  if (is_strict_) {
+    std::string missing;
+    for (const Entry& entry : entries_)
+      for (const detail::Param& param : entry.group->params())
+        if (param.requires_grad && !param.has_gradient) missing += "\n  " + entry.group->key(param);
+    if (!missing.empty())
+      throw Error("these parameters have no gradient; run their backward, or freeze them:" + missing);
+  }
+
   kernels::increment(exec, step_);
   begin_step(exec, step_);
   for (Entry& entry : entries_) {

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <set>
 
+#include "comm/host_communicator.hpp"
 #include "fsdp2/error.hpp"
 #include "kernels.hpp"
 #include "kokkos_compat.hpp"
@@ -294,6 +295,7 @@ void ParamGroup::add(const std::vector<ParamSpec>& specs, const ExecutionSpace& 
 
 void ParamGroup::adopt_gradient_layout(const ExecutionSpace& exec) {
   ++layout_version_;
+  is_compared_ = false;
   model_->accounts.add(&MemoryPlan::tables, -table_bytes());
   const PackingTables tables = packing_tables(layout_, params_, model_->bindings());
   scatter_table_ = kernels::make_segments(exec, tables.scatter);
@@ -468,6 +470,7 @@ void ParamGroup::issue_gather(const ExecutionSpace& exec, TraceEvent::Kind kind)
       std::all_of(params_.begin(), params_.end(), [](const Param& param) { return param.slot_offset < 0; }))
     return;
   is_used_ = true;
+  if (config_.checked && !is_compared_) compare_ranks();
   storage_is_own_ = wants_own_storage();
   if (storage_is_own_) {
     if (own_storage_.numel() != slot_bytes()) {
@@ -527,6 +530,27 @@ void ParamGroup::start_gather(const ExecutionSpace& exec) {
       gather_works_.push_back(model_->bindings()[binding].shard->all_gather(exec, transfers[binding]));
 }
 
+void ParamGroup::compare_ranks() {
+  std::string own;
+  for (const Param& param : params_) {
+    std::string placements;
+    for (const Placement& placement : param.spec.placements) placements += " " + to_string(placement);
+    const Section& section = layout_.sections[param.section];
+    own += fmt::format("\n    \"{}\" {} {}{}, gathered as {}, reduced as {}{}", param.name, to_string(param.dtype),
+                       to_string(param.spec.shape), placements, to_string(section.gather_dtype),
+                       to_string(section.reduce_dtype), param.requires_grad ? "" : ", frozen");
+  }
+  const HostCommunicator& host = model_->mesh().host();
+  const std::vector<std::string> all = host.all_gather(own);
+  for (std::size_t rank = 1; rank < all.size(); ++rank)
+    if (all[rank] != all[0])
+      throw ConfigError(
+          fmt::format("module \"{}\" is not the same on all ranks: rank 0 has{}\n  rank {} has{}\n  Add the "
+                      "same parameters with the same settings everywhere",
+                      name_, all[0], rank, all[rank]));
+  is_compared_ = true;
+}
+
 void ParamGroup::complete_gather(const ExecutionSpace& exec) {
   if (gather_ != Gather::in_flight) return;
   try {
@@ -570,6 +594,7 @@ void ParamGroup::prefetch(const ExecutionSpace& exec) {
 }
 
 void ParamGroup::release_storage() noexcept {
+  if (config_.checked && storage_.bytes() > 0) kernels::poison(storage_);
   is_prefetched_ = false;
   model_->remove_ahead(this);
   gather_works_.clear();

@@ -193,6 +193,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::uint64_t new_lease();
   void issue_gather(const ExecutionSpace& exec, TraceEvent::Kind kind);
   void start_gather(const ExecutionSpace& exec);
+  /// Throws ConfigError, on all ranks, where the group is not the same on all of them. Collective.
+  void compare_ranks();
   void gather(const ExecutionSpace& exec);
   void gather_ahead(const ExecutionSpace& exec, TraceEvent::Kind kind);
   void prefetch(const ExecutionSpace& exec);
@@ -225,7 +227,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::optional<double> divide_factor_;
   std::optional<std::vector<ParamGroup*>> forward_prefetch_;
   std::optional<std::vector<ParamGroup*>> backward_prefetch_;
-  bool is_used_ = false;  // the layout may not change any more
+  bool is_compared_ = false;  // with the other ranks
+  bool is_used_ = false;      // the layout may not change any more
   std::int64_t forward_count_ = 0;
   std::int64_t layout_version_ = 0;
 

@@ -46,6 +46,12 @@ enum class BackwardPrefetch : std::uint8_t {
 /// backward gathers over groups of n neighbours; 1 means false, the number of ranks true.
 using ReshardAfterForward = std::variant<bool, std::int64_t>;
 
+#if defined(NDEBUG)
+inline constexpr bool checked_by_default = false;
+#else
+inline constexpr bool checked_by_default = true;
+#endif
+
 class ConfigBuilder;
 
 /// How modules are sharded. An aggregate for designated initialisers, Config{.mesh = mesh, .min_shard_size = 0}, or see
@@ -68,6 +74,9 @@ struct Config {
   std::int64_t max_bucket_bytes = 0;       ///< of the smaller ones packed into one collective; 0: no limit
   bool keep_unsharded_in_eval = false;     ///< in evaluation, keep parameters gathered after forward
   bool separate_reduce_communicator = false;  ///< gathers and reductions use communicators of their own
+  /// Before a module's first gather, all ranks compare its parameters; dropped parameters become NaN, so that who reads
+  /// a view after its scope notices. By default in debug builds.
+  bool checked = checked_by_default;
 
   static ConfigBuilder builder();
 
@@ -103,6 +112,7 @@ class ConfigBuilder {
   ConfigBuilder& direct_bytes(std::int64_t value) { return set(config_.direct_bytes, value); }
   ConfigBuilder& max_bucket_bytes(std::int64_t value) { return set(config_.max_bucket_bytes, value); }
   ConfigBuilder& keep_unsharded_in_eval(bool value) { return set(config_.keep_unsharded_in_eval, value); }
+  ConfigBuilder& checked(bool value) { return set(config_.checked, value); }
   ConfigBuilder& separate_reduce_communicator(bool value) { return set(config_.separate_reduce_communicator, value); }
 
   /// Throws ConfigError as Config::validate does.

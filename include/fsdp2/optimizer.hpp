@@ -31,6 +31,9 @@ class Optimizer {
   /// Model::finish_backward, and Error, before anything is changed, while a scope of a module is live or where
   /// parameters were added since the optimizer was made.
   void step(const ExecutionSpace& exec = ExecutionSpace());
+  /// true: step throws Error, before anything is changed, where a parameter that requires a gradient has none; it lists
+  /// them. Otherwise modules without gradients stay as they are, and in others a missing gradient counts as zeros.
+  void set_strict(bool strict) { is_strict_ = strict; }
   /// Forgets reduced gradients. Local.
   void zero_grad(const ExecutionSpace& exec = ExecutionSpace());
 
@@ -91,6 +94,7 @@ class Optimizer {
   std::vector<std::string> names_;
   Tensor step_;
   std::vector<double> lrs_;
+  bool is_strict_ = false;
 };
 
 struct SgdOptions {

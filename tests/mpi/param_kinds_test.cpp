@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fsdp2/error.hpp"
+#include "fsdp2/gradients.hpp"
 #include "fsdp2/model.hpp"
 #include "fsdp2/optimizer.hpp"
 #include "fsdp2/state_dict.hpp"
@@ -438,6 +439,9 @@ TEST_F(ParamKindsTest, ParametersCutByTensorParallelismAreCutFurther) {
       for (float& g : mean) g *= static_cast<float>(mesh.spec().axes()[0].size + 1);
       for (const ShardedParam& param : module.params())
         EXPECT_EQ(to_host(param.gradient()->local()), local(param, mean)) << param.name();
+      double square = 0;
+      for (const float g : mean) square += 4 * static_cast<double>(g) * g;
+      EXPECT_DOUBLE_EQ(clip_grad_norm(model, 1e9), std::sqrt(square));
       model.verify_replicas();
     }
     mesh.close();

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -361,6 +362,71 @@ TEST_F(ScheduleTest, OptimizersTreatGroupsOfParametersByTheirOwnOptions) {
   adam.step();
   EXPECT_EQ(to_host(b.local_shard()), std::vector<float>(2, 8));  // no decay
   EXPECT_EQ(to_host(modules[1]->param("w").all_gather()), ramp({6, 5}, 0, 0.5f));
+}
+
+TEST_F(ScheduleTest, CheckedModelsPoisonWhatTheyDrop) {
+  for (const bool reshards : {true, false})
+    for (const bool checked : {false, true}) {
+      Config own = config();
+      own.checked = checked;
+      own.reshard_after_forward = reshards;
+      Model model(own);
+      Module& module = *add_modules(model, 1)[0];
+      Tensor view;
+      {
+        const Scope scope = module.unshard();
+        view = scope.tensor("w");
+        EXPECT_EQ(to_host(view), ramp({6, 5}));
+      }
+      for (const float value : to_host(view)) EXPECT_EQ(std::isnan(value), checked);
+      EXPECT_EQ(to_host(module.param("w").all_gather()), ramp({6, 5}));
+    }
+}
+
+TEST_F(ScheduleTest, CheckedModelsCompareTheirRanks) {
+  if (ranks_ == 1) GTEST_SKIP() << "needs ranks to differ";
+  Config own = config();
+  own.checked = true;
+  Model model(own);
+  Module& module = model.add("layer", {{"w", {rank_ == ranks_ - 1 ? 8 : 6, 5}, init::ones()}});
+  const std::string message = message_of<ConfigError>([&] { (void)module.forward(); });
+  for (const char* part : {"\"layer\"", "\"w\"", "[6, 5]", "[8, 5]", "rank 0"})
+    EXPECT_TRUE(contains(message, part)) << message;
+  EXPECT_TRUE(contains(message, fmt::format("rank {}", ranks_ - 1)));
+}
+
+TEST_F(ScheduleTest, StrictOptimizersWantEveryGradient) {
+  Model model(config());
+  const std::vector<Module*> modules = add_modules(model, 2);
+  Sgd optimizer(model, {.lr = 1});
+  backward(*modules[1]);
+  optimizer.set_strict(true);
+  const std::string message = message_of<Error>([&] { optimizer.step(); });
+  EXPECT_TRUE(contains(message, "m0.w") && contains(message, "m0.b") && !contains(message, "m1.w")) << message;
+  EXPECT_EQ(to_host(modules[1]->param("w").all_gather()), ramp({6, 5}));
+  backward(*modules[0]);
+  optimizer.step();
+  EXPECT_EQ(to_host(modules[1]->param("w").all_gather()), ramp({6, 5}, -1));
+}
+
+TEST_F(ScheduleTest, LoadingIntoAFreshOptimizerChangesNoParameter) {
+  Model model(config());
+  const std::vector<Module*> modules = add_modules(model, 1);
+  const auto train = [&](Optimizer& optimizer) {
+    optimizer.zero_grad();
+    backward(*modules[0], 3);
+    optimizer.step();
+    return to_host(modules[0]->param("w").local_shard());
+  };
+  AdamW first(model, {.lr = 0.1});
+  const std::vector<float> before = train(first);
+  AdamW second(model, {.lr = 0.1});
+  for (const auto& [name, tensor] : second.state())
+    kernels::copy(ExecutionSpace(), tensor.local(), first.state().at(name).local());
+  EXPECT_EQ(to_host(modules[0]->param("w").local_shard()), before);
+  const std::vector<float> continued = train(second);
+  modules[0]->param("w").update_local_shard(make_tensor(modules[0]->param("w").local_shape(), before));
+  EXPECT_EQ(train(first), continued);
 }
 
 }  // namespace

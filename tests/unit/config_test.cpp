@@ -79,6 +79,7 @@ TEST(ConfigTest, TheBuilderSetsEveryField) {
                             .forward_prefetch(true)
                             .max_bucket_bytes(11)
                             .separate_reduce_communicator(true)
+                            .checked(true)
                             .build();
   EXPECT_EQ(config.reshard_after_forward, ReshardAfterForward(false));
   EXPECT_EQ(config.min_shard_size, 7);
@@ -94,6 +95,7 @@ TEST(ConfigTest, TheBuilderSetsEveryField) {
   EXPECT_TRUE(config.forward_prefetch);
   EXPECT_EQ(config.max_bucket_bytes, 11);
   EXPECT_TRUE(config.separate_reduce_communicator);
+  EXPECT_TRUE(config.checked);
 }
 
 TEST(ConfigTest, ValuesOutOfRangeAreRefusedByName) {
