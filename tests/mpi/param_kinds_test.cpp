@@ -16,6 +16,7 @@
 #include "fsdp2/model.hpp"
 #include "fsdp2/optimizer.hpp"
 #include "fsdp2/state_dict.hpp"
+#include "module_access.hpp"
 #include "support/fsdp.hpp"
 
 namespace fsdp2::test {
@@ -306,6 +307,11 @@ TEST_F(ParamKindsTest, ABucketLimitSplitsCollectivesAndChangesNoResult) {
     }
     run_backward(module, names);
     model.finish_backward();
+    const detail::Section& section = detail::ModuleAccess::group(module)->layout().sections.front();
+    const bool is_split = limit == 1 || limit == 100;
+    EXPECT_EQ(section.buckets.size() > 2, is_split) << limit;
+    EXPECT_EQ(section.buckets.size() == 1, !is_split) << limit;
+    EXPECT_EQ(section.trainable_buckets.size(), section.buckets.size());
     std::vector<float> all;
     for (const ShardedParam& param : module.params()) {
       const std::vector<float> part = to_host(param.gradient()->local());
