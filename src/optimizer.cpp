@@ -123,7 +123,8 @@ Optimizer::Optimizer(std::vector<std::shared_ptr<detail::ParamGroup>> groups, st
 Tensor Optimizer::Entry::slice(const Tensor& buffer, std::size_t section, std::int64_t start, Shape shape) const {
   const DType dtype = state_dtype(group->layout().sections[section].dtype);
   const std::int64_t size = size_of(dtype);
-  return buffer.slice(section_bytes[section] + start * size, {numel(shape) * size}).as(dtype, std::move(shape));
+  const Tensor bytes = buffer.slice(section_bytes[section] + start * size, {numel(shape) * size});
+  return bytes.as(dtype, std::move(shape));
 }
 
 DTensor Optimizer::Entry::part(const Tensor& buffer, std::size_t param) const {
