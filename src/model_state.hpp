@@ -33,12 +33,15 @@ struct Usage {
   }
 };
 
+/// One of a plan's numbers.
+using MemoryUse = std::int64_t MemoryPlan::*;
+
 /// Bytes allocated by a model, by what they are for, and the most there have been.
 struct Accounts {
   MemoryPlan now;
   MemoryPlan peak;
 
-  void add(std::int64_t MemoryPlan::*use, std::int64_t bytes) {
+  void add(MemoryUse use, std::int64_t bytes) {
     now.*use += bytes;
     peak.*use = std::max(peak.*use, now.*use);
   }
@@ -47,7 +50,7 @@ struct Accounts {
 /// Buffers of one size, large enough for every group: they are allocated when first needed, and then reused.
 class BufferPool {
  public:
-  BufferPool(std::string label, Usage& usage, Accounts& accounts, std::int64_t MemoryPlan::*use)
+  BufferPool(std::string label, Usage& usage, Accounts& accounts, MemoryUse use)
       : label_(std::move(label)), usage_(&usage), accounts_(&accounts), use_(use) {}
 
   /// Later buffers have at least `bytes`.
@@ -62,7 +65,7 @@ class BufferPool {
   std::string label_;
   Usage* usage_;
   Accounts* accounts_;
-  std::int64_t MemoryPlan::*use_;
+  MemoryUse use_;
   std::int64_t bytes_ = 0;
   std::size_t lent_ = 0;
   std::vector<Tensor> free_;

@@ -80,7 +80,7 @@ ParamGroup::ParamGroup(std::shared_ptr<ModelState> model, std::string name, Conf
 
 ParamGroup::~ParamGroup() {
   model_->remove(this);
-  const auto release = [&](std::int64_t MemoryPlan::*use, std::int64_t bytes) { model_->accounts.add(use, -bytes); };
+  const auto release = [&](MemoryUse use, std::int64_t bytes) { model_->accounts.add(use, -bytes); };
   release(&MemoryPlan::shards, shards_.bytes());
   release(&MemoryPlan::gradients, gradients_.bytes());
   release(&MemoryPlan::unsharded, own_storage_.bytes() + slice_.bytes());
@@ -112,14 +112,14 @@ const Tensor& ParamGroup::buffer(std::string_view name) const {
 
 // Memory.
 
-Tensor ParamGroup::allocate(std::int64_t MemoryPlan::*use, std::int64_t bytes, const char* label) const {
+Tensor ParamGroup::allocate(MemoryUse use, std::int64_t bytes, const char* label) const {
   const bool is_on_host = config_.offload_to_cpu && (use == &MemoryPlan::shards || use == &MemoryPlan::gradients);
   Tensor memory = is_on_host ? host_memory(bytes, label) : Tensor::uninitialized(DType::u8, {bytes}, label);
   model_->accounts.add(use, bytes);
   return memory;
 }
 
-void ParamGroup::free_memory(std::int64_t MemoryPlan::*use, Tensor& memory) const noexcept {
+void ParamGroup::free_memory(MemoryUse use, Tensor& memory) const noexcept {
   model_->accounts.add(use, -memory.bytes());
   memory = {};
 }

@@ -182,8 +182,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   Param make_param(const ParamSpec& spec) const;
   void fill(const Param& param, const ParamSpec& spec, const ExecutionSpace& exec) const;
   void adopt_gradient_layout(const ExecutionSpace& exec);
-  Tensor allocate(std::int64_t MemoryPlan::*use, std::int64_t bytes, const char* label) const;
-  void free_memory(std::int64_t MemoryPlan::*use, Tensor& memory) const noexcept;
+  Tensor allocate(MemoryUse use, std::int64_t bytes, const char* label) const;
+  void free_memory(MemoryUse use, Tensor& memory) const noexcept;
 
   double divisor(const Section& section) const;
   Tensor shards_of(const Section& section, const Range& range) const;

@@ -110,17 +110,18 @@ TEST_F(ScheduleTest, ASliceIsKeptBetweenForwardAndBackward) {
     own.reshard_after_forward = slices;
     own.backward_prefetch = BackwardPrefetch::none;
     Model model(own);
-    const std::vector<Module*> modules = add_modules(model, 2);
+    std::vector<Module*> modules;
+    for (const char* name : {"a", "b"}) modules.push_back(&model.add(name, {{"w", {60, 5}, ramp_tensor({60, 5})}}));
     for (int step = 0; step < 3; ++step) {
       for (Module* module : modules) run_forward(*module);
       const bool keeps_all = slices == 1;
       EXPECT_EQ(modules[0]->param("w").is_gathered(), keeps_all);
       for (std::size_t i = 2; i-- > 0;) {
         BackwardScope scope = modules[i]->backward();
-        std::vector<float> values = ramp({6, 5});
+        std::vector<float> values = ramp({60, 5});
         for (float& value : values) value -= static_cast<float>(step);
         EXPECT_EQ(to_host(scope.tensor("w")), values);
-        write(scope.grad_tensor("w"), std::vector<float>(30, 1));
+        write(scope.grad_tensor("w"), std::vector<float>(300, 1));
         scope.reduce();
       }
       model.step([](const std::string&, const Tensor& shard, const Tensor& gradient) {
