@@ -140,6 +140,12 @@ void rename_to_new(const std::filesystem::path& from, const std::filesystem::pat
   fail(fmt::format("renaming {} to", from.string()), to, errno);
 }
 
+bool exchange(const std::filesystem::path& a, const std::filesystem::path& b) {
+  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
+  if (errno == EINVAL || errno == ENOSYS) return false;
+  fail(fmt::format("exchanging {} and", a.string()), b, errno);
+}
+
 void remove_file(const std::filesystem::path& path) {
   if (::unlink(path.c_str()) != 0) fail("removing", path, errno);
 }

@@ -52,6 +52,8 @@ bool make_directory(const std::filesystem::path& path);
 void sync_directory(const std::filesystem::path& path);
 /// Renames `from` to `to`, which must not exist.
 void rename_to_new(const std::filesystem::path& from, const std::filesystem::path& to);
+/// Exchanges two names in one step; false where the file system cannot.
+bool exchange(const std::filesystem::path& a, const std::filesystem::path& b);
 /// Removes a file.
 void remove_file(const std::filesystem::path& path);
 

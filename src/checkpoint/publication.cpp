@@ -38,19 +38,29 @@ std::string job_id() {
 }  // namespace
 
 Publication::Publication(const std::filesystem::path& target, const std::string& save_id)
-    : target_(without_trailing_slash(target)) {
+    : target_(without_trailing_slash(target)), save_id_(save_id) {
   const std::string leaf = target_.filename().string();
   if (leaf.empty() || leaf.front() == '.')
     throw ConfigError(fmt::format("checkpoint name \"{}\" is empty or begins with '.': such names are never loaded",
                                   target.string()));
-  partial_ = target_.parent_path() / fmt::format(".{}.partial-{}", leaf, save_id);
+  partial_ = hidden("partial");
 }
 
-void Publication::prepare() const {
+std::filesystem::path Publication::hidden(const char* kind) const {
+  return target_.parent_path() / fmt::format(".{}.{}-{}", target_.filename().string(), kind, save_id_);
+}
+
+void Publication::prepare(bool overwrites) const {
   std::error_code error;
-  if (std::filesystem::exists(std::filesystem::symlink_status(target_, error)))
-    throw IoError(fmt::format("{} already exists: a checkpoint is never overwritten; choose another name or remove it",
-                              target_.string()));
+  restore_replaced(target_);
+  const std::filesystem::file_status status = std::filesystem::symlink_status(target_, error);
+  if (std::filesystem::exists(status) && !overwrites)
+    throw IoError(
+        fmt::format("{} already exists: a checkpoint is not overwritten unless asked for; choose another name "
+                    "or remove it",
+                    target_.string()));
+  if (std::filesystem::exists(status) && !std::filesystem::is_directory(status))
+    throw IoError(fmt::format("{} is not a directory: only checkpoints are overwritten", target_.string()));
   if (const std::filesystem::path parent = target_.parent_path(); !parent.empty()) {
     std::filesystem::create_directories(parent, error);
     if (error || !std::filesystem::is_directory(parent))
@@ -70,16 +80,51 @@ void Publication::note_owner() const {
   file.close();
 }
 
-void Publication::publish() const {
+void Publication::publish(bool overwrites) const {
+  const std::filesystem::path parent = target_.has_parent_path() ? target_.parent_path() : ".";
   remove_file(partial_ / "owner");
   sync_directory(partial_);
-  rename_to_new(partial_, target_);
-  sync_directory(target_.has_parent_path() ? target_.parent_path() : ".");
+  std::error_code ignored;
+  if (!overwrites || !std::filesystem::exists(target_, ignored)) {
+    rename_to_new(partial_, target_);
+    sync_directory(parent);
+    return;
+  }
+  const std::filesystem::path old = hidden("old");
+  if (exchange(partial_, target_)) {
+    rename_to_new(partial_, old);
+  } else {
+    rename_to_new(target_, old);
+    rename_to_new(partial_, target_);
+  }
+  sync_directory(parent);
+  remove_checkpoint(old, save_id_);
 }
 
 void Publication::discard() const noexcept {
   std::error_code ignored;
   std::filesystem::remove_all(partial_, ignored);
+}
+
+void restore_replaced(const std::filesystem::path& target) {
+  std::error_code error;
+  if (std::filesystem::exists(std::filesystem::symlink_status(target, error))) return;
+  const std::string prefix = fmt::format(".{}.old-", target.filename().string());
+  const std::filesystem::path parent = target.has_parent_path() ? target.parent_path() : ".";
+  for (const auto& entry : std::filesystem::directory_iterator(parent, error)) {
+    if (!entry.path().filename().string().starts_with(prefix)) continue;
+    std::filesystem::rename(entry.path(), target, error);  // another rank may have been faster
+    return;
+  }
+}
+
+void remove_checkpoint(const std::filesystem::path& checkpoint, const std::string& id) {
+  std::string leaf = checkpoint.filename().string();
+  if (!leaf.starts_with('.')) leaf = "." + leaf;
+  const std::filesystem::path trash = checkpoint.parent_path() / fmt::format("{}.trash-{}", leaf, id);
+  rename_to_new(checkpoint, trash);
+  std::error_code ignored;  // what is left is trash
+  std::filesystem::remove_all(trash, ignored);
 }
 
 }  // namespace fsdp2::checkpoint

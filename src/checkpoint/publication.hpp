@@ -17,18 +17,29 @@ class Publication {
   const std::filesystem::path& partial() const { return partial_; }
 
   /// Makes the hidden directory, and the target's parents; every rank may call it, in any order. Throws IoError where
-  /// the target exists or cannot be made.
-  void prepare() const;
+  /// the target exists, unless it may be overwritten, or cannot be made.
+  void prepare(bool overwrites = false) const;
   /// One rank: leaves a note of who is writing.
   void note_owner() const;
-  /// One rank, when all files are durable: gives the directory its final name, durably, never replacing anything.
-  void publish() const;
+  /// One rank, when all files are durable: gives the directory its final name, durably. Replaces what has that name
+  /// only if it may: readers see the one or the other, or, where directories cannot be exchanged, for a moment neither.
+  void publish(bool overwrites = false) const;
   /// One rank, when nobody writes any more: removes what was written. Best effort.
   void discard() const noexcept;
 
  private:
+  std::filesystem::path hidden(const char* kind) const;
+
   std::filesystem::path target_;
   std::filesystem::path partial_;
+  std::string save_id_;
 };
+
+/// Puts a checkpoint back whose replacement was interrupted when it had no name. Harmless otherwise; any rank may call
+/// it.
+void restore_replaced(const std::filesystem::path& target);
+
+/// Removes a directory tree, under a name that nobody loads. Throws IoError where it cannot be renamed.
+void remove_checkpoint(const std::filesystem::path& checkpoint, const std::string& id);
 
 }  // namespace fsdp2::checkpoint

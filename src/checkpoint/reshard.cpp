@@ -107,17 +107,21 @@ ReshardReport reshard(const std::filesystem::path& source, const std::filesystem
     std::int64_t done = 0;
     for (std::int64_t rank = 0; rank < index.world_size; ++rank) {
       const RankPlan plan = plan_rank(index, rank);
-      const WrittenShard written = write_shard(publication.partial(), index, plan, rank, window_bytes,
-                                               [&](std::span<const PieceRequest> requests) {
-                                                 fetch(reader, index, requests);
-                                                 for (const PieceRequest& request : requests)
-                                                   done += static_cast<std::int64_t>(request.target.size());
-                                                 if (options.progress) options.progress(done, total);
-                                               });
+      ShardWriter writer(publication.partial(), index, plan,
+                         {static_cast<std::size_t>(rank),
+                          static_cast<std::size_t>(index.world_size),
+                          {rank},
+                          {count_rank(index, plan, {})},
+                          0});
+      writer.write(window_bytes, [&](std::span<const PieceRequest> requests) {
+        fetch(reader, index, requests);
+        for (const PieceRequest& request : requests) done += static_cast<std::int64_t>(request.target.size());
+        if (options.progress) options.progress(done, total);
+      });
       for (std::size_t p = 0; p < plan.pieces.size(); ++p)
-        index.tensors[plan.pieces[p].tensor].digest ^= written.digests[p];
-      index.files.push_back({written.file_size, {rank}});
-      index.segments.push_back(written.segments);
+        index.tensors[plan.pieces[p].tensor].digest ^= writer.digests()[p];
+      index.files.push_back({writer.file_size(), {rank}});
+      index.segments.push_back(writer.segments());
     }
     for (std::size_t t = 0; t < index.tensors.size(); ++t)
       if (index.tensors[t].digest != report.source.tensors[t].digest)

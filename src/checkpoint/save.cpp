@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <type_traits>
 
 #include "checkpoint/digest.hpp"
 #include "checkpoint/index_file.hpp"
@@ -124,36 +126,108 @@ std::vector<std::string> lines_of(const CheckpointIndex& index) {
   throw MismatchError("ranks disagree about what to save: their step, metadata, block sizes or save counts differ");
 }
 
+/// That a rank of the same file failed: not worth telling where that rank tells why.
+class PeerFailed : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Agreement 1: the same status and the same plan everywhere.
-void agree_on_plan(const HostCommunicator& host, const std::exception_ptr& error, const CheckpointIndex& index) {
+void agree_on_plan(const HostCommunicator& host, const std::exception_ptr& error, bool is_own_error,
+                   const CheckpointIndex& index) {
   const std::uint64_t hash = error ? 0 : check_of(encode_index(index));
   const auto world = static_cast<std::uint64_t>(host.size());
-  std::uint64_t lowest[] = {error ? static_cast<std::uint64_t>(host.rank()) : world, hash, ~hash};
+  const auto rank = static_cast<std::uint64_t>(host.rank());
+  const std::uint64_t clean = 2 * world;
+  std::uint64_t lowest[] = {!error ? clean : is_own_error ? rank : world + rank, hash, ~hash};
   host.all_reduce(lowest, MPI_MIN);
-  if (lowest[0] != world) host.agree_with(static_cast<std::int64_t>(lowest[0]), error);
+  if (lowest[0] != clean) host.agree_with(static_cast<std::int64_t>(lowest[0] % world), error);
   if (lowest[1] != ~lowest[2]) raise_disagreement(host, index);
 }
 
+/// Which ranks write the file of this one.
+struct FileGroup {
+  std::string name;                        ///< of the grouping
+  std::vector<std::int64_t> file_of_rank;  ///< by rank of the world
+};
+
+FileGroup group_files(const HostCommunicator& host, const SaveOptions& options) {
+  FileGroup group;
+  group.file_of_rank.resize(static_cast<std::size_t>(host.size()));
+  const auto* count = std::get_if<std::int64_t>(&options.ranks_per_file);
+  if (count != nullptr && *count < 1)
+    throw ConfigError(fmt::format("SaveOptions::ranks_per_file is {}: expected at least 1", *count));
+  if (count == nullptr && std::get<FileGroups>(options.ranks_per_file) == FileGroups::node) {
+    group.name = "node";
+    std::vector<std::uint64_t> leaders(group.file_of_rank.size(), 0);
+    leaders[static_cast<std::size_t>(host.rank())] = static_cast<std::uint64_t>(host.node_leader());
+    host.all_reduce(leaders, MPI_SUM);
+    std::map<std::uint64_t, std::int64_t> files;  // by lowest rank
+    for (const std::uint64_t leader : leaders) files.emplace(leader, 0);
+    std::int64_t next = 0;
+    for (auto& [leader, file] : files) file = next++;
+    for (std::size_t r = 0; r < leaders.size(); ++r) group.file_of_rank[r] = files[leaders[r]];
+    return group;
+  }
+  const std::int64_t k = count != nullptr ? std::min(*count, host.size()) : host.size();
+  group.name = fmt::format("{} ranks a file", k);
+  for (std::size_t r = 0; r < group.file_of_rank.size(); ++r) group.file_of_rank[r] = static_cast<std::int64_t>(r) / k;
+  return group;
+}
+
+/// What the ranks of this rank's file add to it, from one all-gather among them. A rank that has failed (null) tells
+/// the others, and all of them throw PeerFailed.
+FilePlan plan_file(const HostCommunicator& host, const FileGroup& group, const RankCounts* own) {
+  FilePlan plan;
+  const std::int64_t file = group.file_of_rank[static_cast<std::size_t>(host.rank())];
+  plan.file = static_cast<std::size_t>(file);
+  plan.files = static_cast<std::size_t>(*std::max_element(group.file_of_rank.begin(), group.file_of_rank.end())) + 1;
+  for (std::size_t r = 0; r < group.file_of_rank.size(); ++r)
+    if (group.file_of_rank[r] == file) plan.ranks.push_back(static_cast<std::int64_t>(r));
+  plan.position =
+      static_cast<std::size_t>(std::find(plan.ranks.begin(), plan.ranks.end(), host.rank()) - plan.ranks.begin());
+  std::vector<std::string> texts;
+  const std::string text = own == nullptr ? "" : std::string(reinterpret_cast<const char*>(own), sizeof(RankCounts));
+  if (plan.ranks.size() == 1)
+    texts.push_back(text);
+  else
+    texts = host.subgroup(group.name, file).all_gather(text);
+  static_assert(std::is_trivially_copyable_v<RankCounts>);
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    if (texts[r].empty())
+      throw PeerFailed(fmt::format("rank {}, which writes the same file, has failed", plan.ranks[r]));
+    std::memcpy(&plan.counts.emplace_back(), texts[r].data(), sizeof(RankCounts));
+  }
+  return plan;
+}
+
 /// Then everybody's part of what the index still lacks, in one xor: a rank contributes to the digests of its pieces,
-/// and its own file's size and segment lengths.
-void exchange_results(const HostCommunicator& host, const RankPlan& plan, const WrittenShard& written,
-                      CheckpointIndex& index) {
+/// the length of its segments, and, if it leads a file, that file's size.
+void exchange_results(const HostCommunicator& host, const RankPlan& plan, const FileGroup& group, const FilePlan& file,
+                      const ShardWriter& writer, CheckpointIndex& index) {
   constexpr std::size_t per_rank = 1 + std::size(all_dtypes);
   const std::size_t tensors = index.tensors.size();
   const auto world = static_cast<std::size_t>(host.size());
   std::vector<std::uint64_t> values(tensors + world * per_rank, 0);
-  for (std::size_t p = 0; p < plan.pieces.size(); ++p) values[plan.pieces[p].tensor] ^= written.digests[p];
+  for (std::size_t p = 0; p < plan.pieces.size(); ++p) values[plan.pieces[p].tensor] ^= writer.digests()[p];
   std::uint64_t* own = values.data() + tensors + static_cast<std::size_t>(host.rank()) * per_rank;
-  *own = static_cast<std::uint64_t>(written.file_size);
-  for (const Segment& segment : written.segments) *++own = static_cast<std::uint64_t>(segment.length);
+  *own = file.position == 0 ? static_cast<std::uint64_t>(writer.file_size()) : 0;
+  for (const Segment& segment : writer.segments()) *++own = static_cast<std::uint64_t>(segment.length);
   host.all_reduce(values, MPI_BXOR);
 
   for (std::size_t t = 0; t < tensors; ++t) index.tensors[t].digest = values[t];
+  index.files.assign(file.files, {});
+  std::vector<PerDType<std::int64_t>> ends(file.files, PerDType<std::int64_t>{});
   const std::uint64_t* next = values.data() + tensors;
   for (std::size_t r = 0; r < world; ++r) {
-    index.files.push_back({static_cast<std::int64_t>(*next++), {static_cast<std::int64_t>(r)}});
+    const auto f = static_cast<std::size_t>(group.file_of_rank[r]);
+    index.files[f].size += static_cast<std::int64_t>(*next++);
+    index.files[f].ranks.push_back(static_cast<std::int64_t>(r));
     PerDType<Segment>& segments = index.segments.emplace_back();
-    for (Segment& segment : segments) segment = {0, static_cast<std::int64_t>(*next++)};
+    for (const DType dtype : all_dtypes) {
+      segments[dtype] = {ends[f][dtype], static_cast<std::int64_t>(*next++)};
+      ends[f][dtype] += segments[dtype].length;
+    }
   }
 }
 
@@ -171,30 +245,54 @@ void save(const std::filesystem::path& target, const StateDict& state, const Sav
   std::optional<Publication> publication;
   CheckpointIndex index;
   RankPlan plan;
-  WrittenShard written;
+  FileGroup group;
+  FilePlan file;
+  std::optional<ShardWriter> writer;
   std::exception_ptr error;
-  try {
+  bool is_own_error = true;
+  const auto attempt = [&](auto&& body) {
+    try {
+      body();
+    } catch (const PeerFailed&) {
+      error = std::current_exception();
+      is_own_error = false;
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  std::optional<RankCounts> counts;
+  attempt([&] {
+    group = group_files(host, options);
     publication.emplace(target, save_id);
-    const ExecutionSpace exec;
     Kokkos::fence();
     index = describe(state, options, host.size(), save_id);
     plan = plan_rank(index, host.rank());
-    publication->prepare();
+    publication->prepare(options.overwrite);
     if (host.rank() == 0) publication->note_owner();
+    counts = count_rank(index, plan, options.rank_local);
+  });
+  const std::exception_ptr planning_error = error;
+  attempt([&] {
+    if (group.file_of_rank.empty()) return;  // on all ranks
+    file = plan_file(host, group, counts ? &*counts : nullptr);
+    writer.emplace(publication->partial(), index, plan, file, options.rank_local);
+    const ExecutionSpace exec;
     // One block at a time stays in cache between copy, digest and write.
-    written = write_shard(publication->partial(), index, plan, host.rank(), index.sizes.block_bytes,
-                          [&](std::span<const PieceRequest> requests) { fetch(index, state, exec, requests); });
-  } catch (...) {
-    error = std::current_exception();
+    writer->write(index.sizes.block_bytes,
+                  [&](std::span<const PieceRequest> requests) { fetch(index, state, exec, requests); });
+  });
+  if (planning_error) {
+    error = planning_error;
+    is_own_error = true;
   }
   try {
-    agree_on_plan(host, error, index);
-    exchange_results(host, plan, written, index);
+    agree_on_plan(host, error, is_own_error, index);
+    exchange_results(host, plan, group, file, *writer, index);
     std::exception_ptr publication_error;
     if (host.rank() == 0) {
       try {
         write_index(publication->partial(), index);
-        publication->publish();
+        publication->publish(options.overwrite);
       } catch (...) {
         publication_error = std::current_exception();
       }

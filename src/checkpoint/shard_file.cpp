@@ -85,6 +85,15 @@ std::vector<std::uint64_t> header_of(const CheckpointIndex& index, std::size_t f
           0};
 }
 
+void add(RankCounts& sum, const RankCounts& counts) {
+  sum.rows += counts.rows;
+  sum.name_bytes += counts.name_bytes;
+  sum.shape_entries += counts.shape_entries;
+  sum.local_rows += counts.local_rows;
+  sum.local_name_bytes += counts.local_name_bytes;
+  sum.local_value_bytes += counts.local_value_bytes;
+}
+
 /// The rows of /table of some ranks' pieces, in order; digests are filled in later.
 Columns encode_table(const CheckpointIndex& index, std::span<const RankPlan* const> plans,
                      std::span<const PerDType<Segment>* const> segments) {
@@ -121,28 +130,25 @@ Columns encode_table(const CheckpointIndex& index, std::span<const RankPlan* con
   return columns;
 }
 
-/// The rows of /ranks for the same ranks.
-Column encode_ranks(const CheckpointIndex& index, std::span<const std::int64_t> ranks,
-                    std::span<const RankPlan* const> plans, std::span<const PerDType<Segment>* const> segments) {
+/// The rows of /ranks of some of a file's ranks.
+Column encode_ranks(std::span<const std::int64_t> ranks, std::span<const RankCounts> counts,
+                    std::span<const PerDType<Segment>> segments, std::size_t begin, std::size_t end) {
   std::vector<std::uint64_t> rows;
-  std::uint64_t row = 0;
-  std::uint64_t name_byte = 0;
-  std::uint64_t shape_entry = 0;
-  for (std::size_t r = 0; r < ranks.size(); ++r) {
-    rows.insert(rows.end(), {unsigned_of(ranks[r]), row, plans[r]->pieces.size(), name_byte, shape_entry, 0, 0, 0, 0});
-    for (const DType dtype : all_dtypes) {
-      const Segment& segment = (*segments[r])[dtype];
-      rows.insert(rows.end(),
-                  {unsigned_of(segment.start), unsigned_of(plans[r]->used[dtype]), unsigned_of(segment.length)});
+  RankCounts before;
+  for (std::size_t r = 0; r < end; ++r) {
+    if (r >= begin) {
+      for (const std::int64_t field :
+           {ranks[r], before.rows, counts[r].rows, before.name_bytes, before.shape_entries, before.local_rows,
+            counts[r].local_rows, before.local_name_bytes, before.local_value_bytes})
+        rows.push_back(unsigned_of(field));
+      for (const DType dtype : all_dtypes)
+        rows.insert(rows.end(), {unsigned_of(segments[r][dtype].start), unsigned_of(counts[r].used[dtype]),
+                                 unsigned_of(segments[r][dtype].length)});
     }
-    row += plans[r]->pieces.size();
-    for (const Piece& piece : plans[r]->pieces) {
-      name_byte += index.tensors[piece.tensor].name.size();
-      shape_entry += piece.box.extent.size();
-    }
+    add(before, counts[r]);
   }
   Column column{std::span<const std::uint64_t>(rows)};
-  column.shape = {static_cast<std::int64_t>(ranks.size()), static_cast<std::int64_t>(rank_fields)};
+  column.shape = {static_cast<std::int64_t>(end - begin), static_cast<std::int64_t>(rank_fields)};
   return column;
 }
 
@@ -201,10 +207,43 @@ std::uint64_t check_of_rank(const Columns& columns, std::size_t r, std::int64_t 
   return digest.value();
 }
 
-void add_empty_rank_local(Columns& columns) {
-  const ListBuilder empty;
-  empty.store(columns, "/rank_local/name_ptr", "/rank_local/name_bytes");
-  empty.store(columns, "/rank_local/value_ptr", "/rank_local/value_bytes");
+/// Elements of a column that belong to one rank of a file: where its own begin, how many it has, and how many there are
+/// of all. Pointers of lists have one more at the end, which is also the next rank's first.
+struct ColumnPart {
+  std::int64_t first;
+  std::int64_t count;
+  std::int64_t total;
+};
+
+ColumnPart column_part(const std::string& path, const RankCounts& before, const RankCounts& own,
+                       const RankCounts& all) {
+  const auto part = [&](std::int64_t RankCounts::*count, std::int64_t more = 0) {
+    return ColumnPart{before.*count, own.*count + more, all.*count + more};
+  };
+  if (path == "/table/name_bytes") return part(&RankCounts::name_bytes);
+  if (path == "/table/shape" || path == "/table/offset" || path == "/table/extent")
+    return part(&RankCounts::shape_entries);
+  if (path == "/table/name_ptr" || path == "/table/shape_ptr") return part(&RankCounts::rows, 1);
+  if (path == "/rank_local/name_bytes") return part(&RankCounts::local_name_bytes);
+  if (path == "/rank_local/value_bytes") return part(&RankCounts::local_value_bytes);
+  if (path == "/rank_local/name_ptr" || path == "/rank_local/value_ptr") return part(&RankCounts::local_rows, 1);
+  return part(&RankCounts::rows);
+}
+
+void add_rank_local(Columns& columns, const RankLocal& values) {
+  ListBuilder names;
+  ListBuilder contents;
+  for (const auto& [name, value] : values) {
+    names.add(name);
+    contents.add({reinterpret_cast<const char*>(value.data()), value.size()});
+  }
+  names.store(columns, "/rank_local/name_ptr", "/rank_local/name_bytes");
+  contents.store(columns, "/rank_local/value_ptr", "/rank_local/value_bytes");
+}
+
+/// Lists of one rank as a part of a file's.
+void rebase(Column& pointers, std::int64_t first) {
+  for (std::size_t i = 0; i < pointers.size(); ++i) pointers.set_u64(i, pointers.u64(i) + unsigned_of(first));
 }
 
 /// Streams one rank's segment of one dtype: bytes, block CRCs and contributions in one pass.
@@ -286,64 +325,132 @@ std::vector<NamedView> named_views(const CheckpointIndex& index, const RankPlan&
 
 }  // namespace
 
-WrittenShard write_shard(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan,
-                         std::int64_t rank, std::int64_t window_bytes, const PieceSource& source) {
-  WrittenShard result;
-  result.digests.assign(plan.pieces.size(), 0);
-  const auto files = static_cast<std::size_t>(index.world_size);
-  const auto file_number = static_cast<std::size_t>(rank);
-  for (const DType dtype : all_dtypes)
-    result.segments[dtype] = {0, align_up(plan.used[dtype], index.sizes.segment_align)};
+RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocal& values) {
+  RankCounts counts;
+  counts.rows = static_cast<std::int64_t>(plan.pieces.size());
+  for (const Piece& piece : plan.pieces) {
+    counts.name_bytes += static_cast<std::int64_t>(index.tensors[piece.tensor].name.size());
+    counts.shape_entries += static_cast<std::int64_t>(piece.box.extent.size());
+  }
+  counts.local_rows = static_cast<std::int64_t>(values.size());
+  for (const auto& [name, value] : values) {
+    counts.local_name_bytes += static_cast<std::int64_t>(name.size());
+    counts.local_value_bytes += static_cast<std::int64_t>(value.size());
+  }
+  counts.used = plan.used;
+  return counts;
+}
+
+std::vector<PerDType<Segment>> lay_out_segments(const CheckpointIndex& index, std::span<const RankCounts> counts) {
+  std::vector<PerDType<Segment>> segments;
+  segments.reserve(counts.size());
+  PerDType<std::int64_t> ends{};
+  for (const RankCounts& each : counts) {
+    PerDType<Segment>& own = segments.emplace_back();
+    for (const DType dtype : all_dtypes) {
+      own[dtype] = {ends[dtype], align_up(each.used[dtype], index.sizes.segment_align)};
+      ends[dtype] = checked_add(ends[dtype], own[dtype].length);
+    }
+  }
+  return segments;
+}
+
+ShardWriter::ShardWriter(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan,
+                         FilePlan file, const RankLocal& values)
+    : path_(directory / shard_file_name(file.file, file.files)),
+      index_(index),
+      plan_(plan),
+      file_(std::move(file)),
+      digests_(plan.pieces.size(), 0) {
+  const std::vector<PerDType<Segment>> segments = lay_out_segments(index, file_.counts);
+  segments_ = segments[file_.position];
+  RankCounts before;
+  RankCounts all;
+  for (std::size_t r = 0; r < file_.ranks.size(); ++r) {
+    if (r < file_.position) add(before, file_.counts[r]);
+    add(all, file_.counts[r]);
+  }
 
   const RankPlan* const plans[] = {&plan};
-  const PerDType<Segment>* const segments[] = {&result.segments};
-  Columns columns = encode_table(index, plans, segments);
-  columns["/header"] = Column(std::span<const std::uint64_t>(header_of(index, file_number, files, 1)));
-  columns["/ranks"] = encode_ranks(index, {&rank, 1}, plans, segments);
-  add_empty_rank_local(columns);
-  for (const DType dtype : all_dtypes) {
-    const std::int64_t blocks = result.segments[dtype].length / index.sizes.block_bytes;
-    if (blocks != 0)
-      columns[blocks_path(dtype)] =
-          Column(std::span<const std::uint64_t>(std::vector<std::uint64_t>(static_cast<std::size_t>(blocks), 0)));
-  }
+  const PerDType<Segment>* const own_segments[] = {&segments_};
+  columns_ = encode_table(index, plans, own_segments);
+  add_rank_local(columns_, values);
+  rebase(columns_["/table/name_ptr"], before.name_bytes);
+  rebase(columns_["/table/shape_ptr"], before.shape_entries);
+  rebase(columns_["/rank_local/name_ptr"], before.local_name_bytes);
+  rebase(columns_["/rank_local/value_ptr"], before.local_value_bytes);
 
   std::map<std::string, DatasetSpec> datasets;
-  for (const auto& [path, column] : columns) datasets[path] = {column.type, column.shape};
-  datasets["/check"] = {DType::u64, {1}};
-  for (const DType dtype : all_dtypes)
-    if (result.segments[dtype].length != 0)
-      datasets[data_path(dtype)] = {dtype, {result.segments[dtype].length / size_of(dtype)}};
-  const Skeleton skeleton = build_skeleton(datasets, named_views(index, plan),
-                                           {{{"format_version", static_cast<std::int64_t>(format_version)},
-                                             {"step", index.step},
-                                             {"world_size", index.world_size},
-                                             {"rank", rank},
-                                             {"block_bytes", index.sizes.block_bytes},
-                                             {"segment_align", index.sizes.segment_align}},
-                                            {{"library", index.library}, {"save_id", index.save_id}}});
+  for (const auto& [path, column] : columns_) {
+    const ColumnPart part = column_part(path, before, file_.counts[file_.position], all);
+    firsts_[path] = part.first;
+    datasets[path] = {column.type, {part.total}};
+  }
+  const auto ranks = static_cast<std::int64_t>(file_.ranks.size());
+  const auto position = static_cast<std::int64_t>(file_.position);
+  columns_["/header"] =
+      Column(std::span<const std::uint64_t>(header_of(index, file_.file, file_.files, file_.ranks.size())));
+  columns_["/ranks"] = encode_ranks(file_.ranks, file_.counts, segments, file_.position, file_.position + 1);
+  firsts_["/ranks"] = position * static_cast<std::int64_t>(rank_fields);
+  firsts_["/check"] = position;
+  datasets["/header"] = {DType::u64, columns_["/header"].shape};
+  datasets["/ranks"] = {DType::u64, {ranks, static_cast<std::int64_t>(rank_fields)}};
+  datasets["/check"] = {DType::u64, {ranks}};
+  for (const DType dtype : all_dtypes) {
+    const std::int64_t bytes = segments.back()[dtype].start + segments.back()[dtype].length;
+    if (bytes == 0) continue;
+    datasets[data_path(dtype)] = {dtype, {bytes / size_of(dtype)}};
+    datasets[blocks_path(dtype)] = {DType::u64, {bytes / index.sizes.block_bytes}};
+    firsts_[blocks_path(dtype)] = segments_[dtype].start / index.sizes.block_bytes;
+    columns_[blocks_path(dtype)] = Column(std::span<const std::uint64_t>());
+  }
+  skeleton_ = build_skeleton(datasets, ranks == 1 ? named_views(index, plan) : std::vector<NamedView>(),
+                             {{{"format_version", static_cast<std::int64_t>(format_version)},
+                               {"step", index.step},
+                               {"world_size", index.world_size},
+                               {"rank", file_.ranks.front()},
+                               {"ranks", ranks},
+                               {"block_bytes", index.sizes.block_bytes},
+                               {"segment_align", index.sizes.segment_align}},
+                              {{"library", index.library}, {"save_id", index.save_id}}});
+}
 
-  File file = File::create(directory / shard_file_name(file_number, files));
-  result.file_size = skeleton.file_size;
-  file.reserve(skeleton.file_size);
-  for (const auto& [offset, bytes] : skeleton.metadata) file.write(bytes, offset);
+void ShardWriter::write(std::int64_t window_bytes, const PieceSource& source) {
+  const bool is_first = file_.position == 0;
+  File file = File::create(path_);
+  if (is_first) {
+    file.reserve(skeleton_.file_size);
+    for (const auto& [offset, bytes] : skeleton_.metadata) file.write(bytes, offset);
+  }
   std::vector<std::byte> window;
   for (const DType dtype : all_dtypes) {
-    const std::int64_t length = result.segments[dtype].length;
+    const std::int64_t length = segments_[dtype].length;
     if (length == 0) continue;
     window.resize(static_cast<std::size_t>(std::min(window_bytes, length)));
-    SegmentStream stream(index, plan, dtype, window, source);
-    const std::vector<std::uint64_t> crcs = stream.write(file, skeleton.places.at(data_path(dtype)).offset, length);
-    stream.take_digests(result.digests);
-    columns[blocks_path(dtype)] = Column(std::span<const std::uint64_t>(crcs));
+    SegmentStream stream(index_, plan_, dtype, window, source);
+    const std::int64_t offset = skeleton_.places.at(data_path(dtype)).offset + segments_[dtype].start;
+    const std::vector<std::uint64_t> crcs = stream.write(file, offset, length);
+    stream.take_digests(digests_);
+    columns_[blocks_path(dtype)] = Column(std::span<const std::uint64_t>(crcs));
   }
-  columns["/table/digest"] = Column(std::span<const std::uint64_t>(result.digests));
-  const std::uint64_t check = check_of_rank(columns, 0, index.sizes.block_bytes);
-  columns["/check"] = Column(std::span(&check, 1));
-  for (const auto& [path, column] : columns) file.write(column.bytes, skeleton.places.at(path).offset);
+  columns_["/table/digest"] = Column(std::span<const std::uint64_t>(digests_));
+
+  CheckDigest digest;
+  digest.add(columns_.at("/header").bytes);
+  digest.add(columns_.at("/ranks").bytes);
+  for (const auto& [path, column] : columns_)
+    if (path != "/header" && path != "/ranks") digest.add(column.bytes);
+  const std::uint64_t check = digest.value();
+  columns_["/check"] = Column(std::span(&check, 1));
+  if (!is_first) columns_.erase("/header");
+  for (const auto& [path, column] : columns_) {
+    if (column.bytes.empty()) continue;
+    const auto first = firsts_.find(path);
+    file.write(column.bytes,
+               skeleton_.places.at(path).offset + (first == firsts_.end() ? 0 : first->second * size_of(column.type)));
+  }
   file.sync();
   file.close();
-  return result;
 }
 
 ShardTables read_shard(const std::filesystem::path& directory, const CheckpointIndex& index, std::size_t file_number,
@@ -371,7 +478,13 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
   Columns expected = encode_table(index, plans, segments);
   expected["/header"] =
       Column(std::span<const std::uint64_t>(header_of(index, file_number, index.files.size(), entry.ranks.size())));
-  expected["/ranks"] = encode_ranks(index, entry.ranks, plans, segments);
+  std::vector<RankCounts> counts;
+  std::vector<PerDType<Segment>> all_segments;
+  for (std::size_t r = 0; r < entry.ranks.size(); ++r) {
+    counts.push_back(count_rank(index, *plans[r], {}));
+    all_segments.push_back(*segments[r]);
+  }
+  expected["/ranks"] = encode_ranks(entry.ranks, counts, all_segments, 0, entry.ranks.size());
 
   Columns columns;
   columns["/header"] = read_column(file, structure, "/header", DType::u64);

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "checkpoint/columns.hpp"
@@ -23,18 +25,62 @@ struct PieceRequest {
 /// Fills the targets of all requests.
 using PieceSource = std::function<void(std::span<const PieceRequest>)>;
 
-/// What a rank knows after it wrote its file.
-struct WrittenShard {
-  std::int64_t file_size = 0;
-  PerDType<Segment> segments;
-  std::vector<std::uint64_t> digests;  ///< by piece of the plan: contributions
+/// Opaque values of one rank, by name: what has no place in the global index space.
+using RankLocal = std::map<std::string, std::vector<std::byte>>;
+
+/// How much one rank adds to a shard file: all that the others of that file need to know. Only integers of 64 bits.
+struct RankCounts {
+  std::int64_t rows = 0;
+  std::int64_t name_bytes = 0;
+  std::int64_t shape_entries = 0;
+  std::int64_t local_rows = 0;
+  std::int64_t local_name_bytes = 0;
+  std::int64_t local_value_bytes = 0;
+  PerDType<std::int64_t> used{};  ///< bytes of each segment up to the end of its last piece
+};
+RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocal& values);
+
+/// Whose bytes a file holds, and which of them the writer is.
+struct FilePlan {
+  std::size_t file = 0;
+  std::size_t files = 1;
+  std::vector<std::int64_t> ranks;  ///< ascending
+  std::vector<RankCounts> counts;   ///< by position in `ranks`
+  std::size_t position = 0;
 };
 
-/// Writes and fsyncs the shard file of one rank, number `file` of `files`, into `directory`: FORMAT.md §7. Asks
-/// `source` for bytes in windows of at most `window_bytes` (a multiple of block_bytes) of one dtype, ascending.
-/// Communicates with nobody. Throws IoError.
-WrittenShard write_shard(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan,
-                         std::int64_t rank, std::int64_t window_bytes, const PieceSource& source);
+/// The segments of a file's ranks, which follow one another in each arena.
+std::vector<PerDType<Segment>> lay_out_segments(const CheckpointIndex& index, std::span<const RankCounts> counts);
+
+/// Writes one rank's part of a shard file: FORMAT.md §7. The first rank of the file also writes HDF5's own bytes. The
+/// ranks of a file do not wait for each other.
+class ShardWriter {
+ public:
+  /// Lets HDF5 lay out the file, so on the caller's thread. `index` and `plan` must outlive the writer. Throws IoError.
+  ShardWriter(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan, FilePlan file,
+              const RankLocal& values = {});
+
+  /// Writes and fsyncs. Asks `source` for bytes in windows of at most `window_bytes` (a multiple of block_bytes) of one
+  /// dtype, ascending. Calls nothing but `source`, the system and digests: any thread may call it, once. Throws
+  /// IoError.
+  void write(std::int64_t window_bytes, const PieceSource& source);
+
+  std::int64_t file_size() const { return skeleton_.file_size; }
+  const PerDType<Segment>& segments() const { return segments_; }
+  /// By piece of the plan: contributions. After write.
+  const std::vector<std::uint64_t>& digests() const { return digests_; }
+
+ private:
+  std::filesystem::path path_;
+  const CheckpointIndex& index_;
+  const RankPlan& plan_;
+  FilePlan file_;
+  PerDType<Segment> segments_;
+  Columns columns_;                             // this rank's part of each
+  std::map<std::string, std::int64_t> firsts_;  // where it begins, in elements
+  Skeleton skeleton_;
+  std::vector<std::uint64_t> digests_;
+};
 
 /// Columns of /ranks.
 inline constexpr std::size_t rank_fields = 9 + 3 * std::size(all_dtypes);

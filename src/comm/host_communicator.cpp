@@ -135,7 +135,31 @@ void HostCommunicator::agree_with(std::int64_t root, const std::exception_ptr& e
   raise(report);
 }
 
+const HostCommunicator& HostCommunicator::subgroup(const std::string& name, std::int64_t color) const {
+  std::unique_ptr<HostCommunicator>& group = subgroups_[name];
+  if (group != nullptr) return *group;
+  MPI_Comm part = MPI_COMM_NULL;
+  if (size_ > 1)
+    check_mpi(MPI_Comm_split(comm_, static_cast<int>(color), static_cast<int>(rank_), &part), "MPI_Comm_split", name_);
+  group = std::make_unique<HostCommunicator>(part, name_ + ", " + name);
+  if (part != MPI_COMM_NULL) check_mpi(MPI_Comm_free(&part), "MPI_Comm_free", name_);
+  return *group;
+}
+
+std::int64_t HostCommunicator::node_leader() const {
+  if (node_leader_ >= 0) return node_leader_;
+  if (size_ == 1) return node_leader_ = 0;
+  MPI_Comm node = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, static_cast<int>(rank_), MPI_INFO_NULL, &node),
+            "MPI_Comm_split_type", name_);
+  std::int64_t leader = rank_;
+  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &leader, 1, MPI_INT64_T, MPI_MIN, node), "MPI_Allreduce", name_);
+  check_mpi(MPI_Comm_free(&node), "MPI_Comm_free", name_);
+  return node_leader_ = leader;
+}
+
 void HostCommunicator::close() {
+  for (const auto& [name, group] : subgroups_) group->close();
   if (comm_ != MPI_COMM_NULL) check_mpi(MPI_Comm_free(&comm_), "MPI_Comm_free", name_);
 }
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <exception>
+#include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -57,6 +59,12 @@ class HostCommunicator {
   /// Throws rank `root`'s error on every rank; what the others pass is ignored. One small broadcast if there is none.
   void agree_with(std::int64_t root, const std::exception_ptr& error) const;
 
+  /// The ranks of one color, ordered by rank: made when it is first asked for by this name, and closed with this one.
+  /// Collective. The color must be the same every time.
+  const HostCommunicator& subgroup(const std::string& name, std::int64_t color) const;
+  /// The lowest rank that shares this rank's memory. Collective when first called.
+  std::int64_t node_leader() const;
+
   void close();
 
  private:
@@ -64,6 +72,8 @@ class HostCommunicator {
   std::string name_;
   std::int64_t rank_ = 0;
   std::int64_t size_ = 1;
+  mutable std::map<std::string, std::unique_ptr<HostCommunicator>> subgroups_;
+  mutable std::int64_t node_leader_ = -1;
 };
 
 /// Which exception type an error has, and its message: what crosses between ranks.

@@ -27,12 +27,17 @@ inline CheckpointIndex write_local_checkpoint(const std::filesystem::path& direc
         std::memcpy(request.target.data(), bytes.data() + request.begin, request.target.size());
       }
     };
-    const checkpoint::WrittenShard written =
-        checkpoint::write_shard(directory, index, plan, rank, index.sizes.block_bytes, source);
+    checkpoint::ShardWriter writer(directory, index, plan,
+                                   {static_cast<std::size_t>(rank),
+                                    static_cast<std::size_t>(index.world_size),
+                                    {rank},
+                                    {checkpoint::count_rank(index, plan, {})},
+                                    0});
+    writer.write(index.sizes.block_bytes, source);
     for (std::size_t p = 0; p < plan.pieces.size(); ++p)
-      index.tensors[plan.pieces[p].tensor].digest ^= written.digests[p];
-    index.files.push_back({written.file_size, {rank}});
-    index.segments.push_back(written.segments);
+      index.tensors[plan.pieces[p].tensor].digest ^= writer.digests()[p];
+    index.files.push_back({writer.file_size(), {rank}});
+    index.segments.push_back(writer.segments());
   }
   checkpoint::write_index(directory, index);
   return index;
