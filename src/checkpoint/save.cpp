@@ -188,8 +188,8 @@ FilePlan plan_file(const HostCommunicator& host, const FileGroup& group, const R
       static_cast<std::size_t>(std::find(plan.ranks.begin(), plan.ranks.end(), host.rank()) - plan.ranks.begin());
   std::vector<std::string> texts;
   const std::string text = own == nullptr ? "" : std::string(reinterpret_cast<const char*>(own), sizeof(RankCounts));
-  if (plan.ranks.size() == 1)
-    texts.push_back(text);
+  if (plan.files == group.file_of_rank.size())
+    texts.push_back(text);  // every rank has a file of its own
   else
     texts = host.subgroup(group.name, file).all_gather(text);
   static_assert(std::is_trivially_copyable_v<RankCounts>);

@@ -102,6 +102,64 @@ TEST(Checkpoint, SavedAtAnyWorldSizeLoadsAtAnyOther) {
   }
 }
 
+TEST(Checkpoint, SeveralRanksMayWriteOneFile) {
+  const ScratchDirectory scratch;
+  const FirstRanks all({{"dp", world_size()}});
+  const std::pair<std::variant<std::int64_t, FileGroups>, std::int64_t> groupings[] = {
+      {std::int64_t{2}, 2},
+      {std::int64_t{3}, 3},
+      {std::int64_t{99}, world_size()},
+      {FileGroups::world, world_size()},
+      {FileGroups::node, world_size()}};  // all ranks of the test share memory
+  for (std::size_t g = 0; g < std::size(groupings); ++g)
+    for (int saved = 1; saved <= world_size(); ++saved) {
+      SCOPED_TRACE(fmt::format("grouping {}, saved by {}", g, saved));
+      const auto& [grouping, ranks_per_file] = groupings[g];
+      const std::filesystem::path path = scratch / fmt::format("g{}-w{}", g, saved);
+      const FirstRanks ranks({{"dp", saved}});
+      if (ranks.mesh())
+        save(path, all_kinds(*ranks.mesh(), true), {.sizes = small_blocks(), .ranks_per_file = grouping});
+      MPI_Barrier(MPI_COMM_WORLD);
+      const StateDict state = all_kinds(*all.mesh(), false);
+      const CheckpointIndex index = load(path, state);
+      expect_values(state);
+      expect_plain_digests(index);
+      const std::int64_t most = std::min<std::int64_t>(ranks_per_file, saved);
+      EXPECT_EQ(static_cast<std::int64_t>(index.files.size()), (saved + most - 1) / most);
+      for (const FileEntry& file : index.files) EXPECT_LE(static_cast<std::int64_t>(file.ranks.size()), most);
+      if (world_rank() != 0 || saved != world_size()) continue;
+      const VerifyReport report = verify(path);
+      EXPECT_TRUE(report.is_valid()) << report.problems.front();
+    }
+}
+
+TEST(Checkpoint, OverwritingIsAskedForAndLeavesNothingBehind) {
+  const ScratchDirectory scratch;
+  const FirstRanks ranks({{"dp", world_size()}});
+  const auto dict = [&](const std::string& name, bool has_values) {
+    StateDict state;
+    add_tensor(state, *ranks.mesh(), name, DType::f32, {10, 3}, {Shard{0}}, has_values);
+    return state;
+  };
+  save(scratch / "step", dict("first", true), {.sizes = small_blocks()});
+  EXPECT_THROW(save(scratch / "step", dict("second", true), {.sizes = small_blocks()}), IoError);
+  EXPECT_EQ(read_index(scratch / "step").tensors[0].name, "first");
+  save(scratch / "step", dict("second", true), {.sizes = small_blocks(), .overwrite = true});
+  EXPECT_EQ(read_index(scratch / "step").tensors[0].name, "second");
+  save(scratch / "new", dict("third", true), {.sizes = small_blocks(), .overwrite = true});
+  const StateDict state = dict("second", false);
+  load(scratch / "step", state);
+  expect_values(state);
+  MPI_Barrier(MPI_COMM_WORLD);
+  EXPECT_EQ(testing::names_in(scratch.path()), (std::vector<std::string>{"new", "step"}));
+  MPI_Barrier(MPI_COMM_WORLD);
+  // A replacement that was interrupted while nothing had the name: the next save of that name finds the old one.
+  if (world_rank() == 0) std::filesystem::rename(scratch / "step", scratch / ".step.old-0123");
+  MPI_Barrier(MPI_COMM_WORLD);
+  EXPECT_THROW(save(scratch / "step", dict("fourth", true), {.sizes = small_blocks()}), IoError);
+  EXPECT_EQ(read_index(scratch / "step").tensors[0].name, "second");
+}
+
 TEST(Checkpoint, VerifiesAndReshardsToAnyWorldSize) {
   const ScratchDirectory scratch;
   const FirstRanks all({{"dp", world_size()}});

@@ -48,6 +48,24 @@ TEST(SaveCommunication, NoneUntilEveryByteIsWrittenThenTheAgreements) {
   mesh.close();
 }
 
+/// Ranks of one file exchange counts while they plan, and nothing more.
+TEST(SaveCommunication, RanksOfOneFileDoNotWaitForEachOther) {
+  const testing::ScratchDirectory scratch;
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  DeviceMesh mesh(MPI_COMM_WORLD, {{"dp", size}});
+  StateDict state;
+  testing::add_tensor(state, mesh, "w", DType::f32, {100, 100}, {Shard{0}}, true);
+  const SaveOptions options{.sizes = testing::small_blocks(), .ranks_per_file = FileGroups::world};
+  save(scratch / "first", state, options);  // makes the communicator of the file
+  const std::vector<std::string> seen = test::calls_of([&] { save(scratch / "second", state, options); });
+  if (size == 1)
+    EXPECT_TRUE(seen.empty());
+  else
+    EXPECT_EQ(seen, (std::vector<std::string>{"Allgather", "Allgatherv", "Allreduce", "Allreduce", "Bcast"}));
+  mesh.close();
+}
+
 TEST(SaveCommunication, TheWrappersSeeCalls) {
   std::vector<std::string> seen;
   calls = &seen;
