@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 
@@ -13,8 +14,8 @@
 namespace fsdp2 {
 
 struct DeviceMesh::State {
-  State(MPI_Comm comm, MeshSpec mesh, std::string mesh_name, CommunicatorOptions options)
-      : spec(std::move(mesh)), name(std::move(mesh_name)), host(comm, name) {
+  State(MPI_Comm comm, MeshSpec mesh, std::string mesh_name, CommunicatorOptions mesh_options)
+      : spec(std::move(mesh)), name(std::move(mesh_name)), host(comm, name), options(mesh_options) {
     std::string first = fmt::format("\"{}\" ({}) of ranks {}", name, spec.to_string(), fsdp2::to_string(spec.ranks()));
     const std::string mine = first;
     host.broadcast(first, 0);
@@ -34,19 +35,23 @@ struct DeviceMesh::State {
       host.close();
       throw;
     }
-    for (std::size_t i = 0; i < spec.dimensions(); ++i) axes.push_back(make_axis(i, options));
+    for (std::size_t i = 0; i < spec.dimensions(); ++i) axes.push_back(make_group({i}, spec.axes()[i].name));
     roles.assign(spec.dimensions(), AxisRole::none);
     nonce = (static_cast<std::uint64_t>(std::random_device{}()) << 32) ^ std::random_device{}();
     host.broadcast({&nonce, 1}, 0);
   }
 
-  /// Ranks whose other indices agree form one group, ordered by their index along the axis.
-  std::unique_ptr<Communicator> make_axis(std::size_t axis, CommunicatorOptions options) {
+  /// Ranks whose other indices agree form one group, ordered by their indices along the axes.
+  std::unique_ptr<Communicator> make_group(const std::vector<std::size_t>& along, const std::string& group_name) {
     const std::unique_ptr<Communicator> world = make_mpi_communicator(host.mpi(), name, options);
     std::int64_t color = 0;
-    for (std::size_t i = 0; i < spec.dimensions(); ++i)
-      if (i != axis) color = color * spec.axes()[i].size + coordinate[i];
-    std::unique_ptr<Communicator> group = world->split(color, coordinate[axis], spec.axes()[axis].name);
+    std::int64_t key = 0;
+    for (std::size_t i = 0; i < spec.dimensions(); ++i) {
+      const bool is_along = std::find(along.begin(), along.end(), i) != along.end();
+      std::int64_t& number = is_along ? key : color;
+      number = number * spec.axes()[i].size + coordinate[i];
+    }
+    std::unique_ptr<Communicator> group = world->split(color, key, group_name);
     world->close();
     return group;
   }
@@ -54,6 +59,7 @@ struct DeviceMesh::State {
   MeshSpec spec;
   std::string name;
   HostCommunicator host;
+  CommunicatorOptions options;
   Shape coordinate;
   std::vector<std::unique_ptr<Communicator>> axes;
   std::map<std::string, std::unique_ptr<Communicator>> derived;  // closed in the same order on all ranks
@@ -111,6 +117,19 @@ const std::vector<AxisRole>& DeviceMesh::axis_roles() const {
 
 std::string DeviceMesh::next_save_id() const {
   return fmt::format("{:016x}{:016x}", state_->nonce, state_->saves++);
+}
+
+Communicator& DeviceMesh::communicator(const std::vector<std::size_t>& axes) const {
+  if (axes.size() == 1) return communicator(axes.front());
+  std::string name;
+  for (const std::size_t axis : axes) name += (name.empty() ? "" : " x ") + spec().axes()[axis].name;
+  std::unique_ptr<Communicator>& group = state_->derived[name];
+  if (group == nullptr) group = state_->make_group(axes, name);
+  return *group;
+}
+
+DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, std::string flattened_name) const {
+  return DeviceMesh(host().mpi(), spec().flatten(axes, std::move(flattened_name)), name(), state_->options);
 }
 
 Communicator& DeviceMesh::derived(const std::string& name, Communicator& parent, std::int64_t color) const {

@@ -154,17 +154,34 @@ struct BoxIndex {
   }
 };
 
-struct ExtractBox {
+/// Between a box of one tensor and a dense one.
+template <bool extracts>
+struct CopyBox {
   const std::byte* source;
   std::byte* target;
   std::int64_t element_bytes;
   BoxIndex place;
 
   KOKKOS_FUNCTION void operator()(std::int64_t index) const {
-    memcpy(target + index * element_bytes, source + place(index) * element_bytes,
+    const std::int64_t in_box = place(index);
+    memcpy(target + (extracts ? index : in_box) * element_bytes, source + (extracts ? in_box : index) * element_bytes,
            static_cast<std::size_t>(element_bytes));
   }
 };
+
+template <bool extracts>
+void copy_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box) {
+  const Tensor& whole = extracts ? source : target;
+  const Tensor& dense = extracts ? target : source;
+  const BoxIndex place(whole.shape(), box);
+  const std::int64_t count = box.numel();
+  if (dense.dtype() != whole.dtype() || dense.numel() != count)
+    throw ShapeError(fmt::format("a box of {} {} does not fit {} {}", to_string(whole.dtype()), to_string(box.extent),
+                                 to_string(dense.dtype()), to_string(dense.shape())));
+  if (count == 0) return;
+  Kokkos::parallel_for("fsdp2::copy_box", range(exec, count),
+                       CopyBox<extracts>{source.data(), target.data(), size_of(source.dtype()), place});
+}
 
 /// The largest piece of a segment that one host iteration or one team takes.
 constexpr std::int64_t segment_piece = 65536;
@@ -582,14 +599,11 @@ std::int64_t count_differences(const ExecutionSpace& exec, const Tensor& a, cons
 }
 
 void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box) {
-  const BoxIndex place(source.shape(), box);
-  const std::int64_t count = box.numel();
-  if (target.dtype() != source.dtype() || target.numel() != count)
-    throw ShapeError(fmt::format("a box of {} {} does not fit a target of {} {}", to_string(source.dtype()),
-                                 to_string(box.extent), to_string(target.dtype()), to_string(target.shape())));
-  if (count == 0) return;
-  Kokkos::parallel_for("fsdp2::extract_box", range(exec, count),
-                       ExtractBox{source.data(), target.data(), size_of(source.dtype()), place});
+  copy_box<true>(exec, target, source, box);
+}
+
+void insert_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box) {
+  copy_box<false>(exec, target, source, box);
 }
 
 void reduce_parts(const ExecutionSpace& exec, const Tensor& result, const Tensor& parts, ReduceOp op) {

@@ -38,6 +38,9 @@ std::int64_t count_differences(const ExecutionSpace& exec, const Tensor& a, cons
 /// Copies the elements of `box` out of a row-major tensor `source` into the dense `target` of the box's extents.
 void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box);
 
+/// The reverse: copies the dense `source` of the box's extents into `box` of a row-major `target`.
+void insert_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box);
+
 /// result[i] = parts[0·n+i] op parts[1·n+i] op …, in that order, for the n elements of result; the accumulator is f64
 /// for f64, f32 for the smaller floats, the type itself for integers. For bool, sum and max are "or", min is "and".
 /// Throws ShapeError for min or max of complex numbers, and unless `parts` holds a multiple of n elements.

@@ -286,6 +286,7 @@ void ParamGroup::add(const std::vector<ParamSpec>& specs, const ExecutionSpace& 
     if (const auto* tied = std::get_if<Tied>(&spec.value)) ties_.emplace(spec.name, find(tied->name));
   layout_ = layout;
   free_memory(&MemoryPlan::shards, shards_);
+  ++additions_;
   shards_ = shards;
   adopt_gradient_layout(exec);
 

@@ -51,6 +51,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   const Param& param(std::size_t index) const { return params_[index]; }
   ShardedParam handle(std::size_t index) { return {shared_from_this(), index}; }
   const Layout& layout() const { return layout_; }
+  /// Counts the calls of add, which move shards.
+  std::int64_t additions() const { return additions_; }
   /// Counts the changes of requires_grad, which move gradients.
   std::int64_t layout_version() const { return layout_version_; }
   const std::map<std::string, DTensor, std::less<>>& buffers() const { return buffers_; }
@@ -231,6 +233,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool is_used_ = false;      // the layout may not change any more
   std::int64_t forward_count_ = 0;
   std::int64_t layout_version_ = 0;
+  std::int64_t additions_ = 0;
 
   std::vector<Param> params_;
   std::map<std::string, std::size_t, std::less<>> ties_;  // other names

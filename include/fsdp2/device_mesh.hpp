@@ -41,6 +41,14 @@ class DeviceMesh {
   Communicator& communicator(std::string_view axis) const;
   Communicator& communicator(std::size_t axis) const;
 
+  /// The ranks that differ from this one along some axes, in row-major order of these. Collective over the mesh when it
+  /// is first asked for; closed with the mesh.
+  Communicator& communicator(const std::vector<std::size_t>& axes) const;
+
+  /// A mesh of the same ranks in which adjacent axes are one, see MeshSpec::flatten. Collective; to be closed on its
+  /// own.
+  DeviceMesh flatten(const std::vector<std::string>& axes, std::string flattened_name) const;
+
   /// A part of one of the mesh's communicators, for what must not share it: made by split(color) when it is first asked
   /// for by this name, and closed with the mesh. Collective over `parent`.
   Communicator& derived(const std::string& name, Communicator& parent, std::int64_t color) const;

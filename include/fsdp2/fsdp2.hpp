@@ -21,6 +21,7 @@
 #include "fsdp2/communicator.hpp"
 #include "fsdp2/device_mesh.hpp"
 #include "fsdp2/dtensor.hpp"
+#include "fsdp2/redistribute.hpp"
 
 // Sharded training.
 #include "fsdp2/config.hpp"

@@ -91,6 +91,7 @@ CheckpointIndex load(const std::filesystem::path& directory, const StateDict& st
   const HostCommunicator& host = state.tensors.begin()->second.mesh().host();
   std::optional<CheckpointReader> reader;
   host.collectively([&] {
+    if (state.require_current) state.require_current();
     reader.emplace(directory);
     require_match(*reader, state, options.strict);
   });

@@ -262,6 +262,7 @@ void save(const std::filesystem::path& target, const StateDict& state, const Sav
   };
   std::optional<RankCounts> counts;
   attempt([&] {
+    if (state.require_current) state.require_current();
     group = group_files(host, options);
     publication.emplace(target, save_id);
     Kokkos::fence();
