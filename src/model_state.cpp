@@ -225,6 +225,8 @@ void ModelState::finish_backward(const ExecutionSpace& exec) {
     for (const ParamGroup* group : groups_) group->divide_buckets(exec);
     for (const ReplicatedBucket& bucket : buckets_) {
       const Binding& binding = bindings_[bucket.binding];
+      for (Communicator* const ranks : {binding.reduce, binding.replicate})
+        if (ranks != nullptr) ranks->set_context("replicated gradients");
       binding.reduce->all_reduce(exec, bucket.gradients, ReduceOp::sum).wait();
       if (binding.replicate != nullptr) binding.replicate->all_reduce(exec, bucket.gradients, ReduceOp::sum).wait();
     }

@@ -497,7 +497,9 @@ void ParamGroup::start_gather(const ExecutionSpace& exec) {
   if (has_slice_) {
     const std::size_t binding = params_.front().binding;
     const Transfer transfer{slice_, storage_.slice(0, {slot_bytes()})};
-    gather_works_.push_back(model_->neighbours(binding, slices()).all_gather(exec, {&transfer, 1}));
+    Communicator& neighbours = model_->neighbours(binding, slices());
+    neighbours.set_context(name_);
+    gather_works_.push_back(neighbours.all_gather(exec, {&transfer, 1}));
     return;
   }
   gather_pack_ = model_->gather_packs.acquire(layout_.gather_pack);
@@ -526,9 +528,12 @@ void ParamGroup::start_gather(const ExecutionSpace& exec) {
       kernels::cast(exec,
                     part(storage_, param.slot_offset, layout_.sections[param.section].gather_dtype, {param.count}),
                     param.shard.local().slice(0, {param.count}));
-  for (std::size_t binding = 0; binding < transfers.size(); ++binding)
-    if (!transfers[binding].empty())
-      gather_works_.push_back(model_->bindings()[binding].shard->all_gather(exec, transfers[binding]));
+  for (std::size_t binding = 0; binding < transfers.size(); ++binding) {
+    if (transfers[binding].empty()) continue;
+    Communicator& ranks = *model_->bindings()[binding].shard;
+    ranks.set_context(name_);
+    gather_works_.push_back(ranks.all_gather(exec, transfers[binding]));
+  }
 }
 
 void ParamGroup::compare_ranks() {
@@ -882,9 +887,12 @@ void ParamGroup::start_reduction(const ExecutionSpace& exec) {
         list.push_back({part(next.slot, param.lent_offset, dtype, {param.shard_count * ranks}),
                         result.slice(param.train_start, {param.shard_count})});
   }
-  for (std::size_t binding = 0; binding < transfers.size(); ++binding)
-    if (!transfers[binding].empty())
-      next.works.push_back(model_->bindings()[binding].reduce->reduce_scatter(exec, transfers[binding], ReduceOp::sum));
+  for (std::size_t binding = 0; binding < transfers.size(); ++binding) {
+    if (transfers[binding].empty()) continue;
+    Communicator& ranks = *model_->bindings()[binding].reduce;
+    ranks.set_context(name_);
+    next.works.push_back(ranks.reduce_scatter(exec, transfers[binding], ReduceOp::sum));
+  }
   model_->start_reduction(std::move(next));
 }
 
@@ -1011,6 +1019,7 @@ void ParamGroup::take_reduction(const Tensor& slot, bool all_reduces, const Exec
   for (const Section& section : layout_.sections) {
     Communicator* const replicas = model_->bindings()[section.binding].replicate;
     if (!section.is_sharded || section.trainable == 0 || replicas == nullptr) continue;
+    replicas->set_context(name_);
     replicas->all_reduce(exec, received(slot, 0, section), ReduceOp::sum).wait();
     is_replicated = true;
   }

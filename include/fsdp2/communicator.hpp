@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp2/placement.hpp"
@@ -116,12 +117,34 @@ class Communicator {
   /// throw CommError. A destructor without it leaves the communicator to MPI_Finalize, and says so through the log
   /// sink.
   virtual void close() = 0;
+
+  /// What the next operations are for, such as the name of a module: part of what checked mode compares. Local.
+  void set_context(std::string_view context) { context_ = context; }
+
+ protected:
+  std::string context_;
 };
 
-/// How a communicator behaves where there is a choice.
+/// Whether ranks compare what they are about to do, unless told otherwise: in debug builds.
+#if defined(NDEBUG)
+inline constexpr bool checked_by_default = false;
+#else
+inline constexpr bool checked_by_default = true;
+#endif
+
+/// How a communicator behaves where there is a choice. The same on all ranks.
 struct CommunicatorOptions {
   /// With one rank, collectives are copies that do not enter MPI. Off, they take the same path as any other size.
   bool size_one_shortcut = true;
+  /// Before each operation, every rank tells the first one what it is about to do, and waits for its answer: ranks that
+  /// disagree all get the same CommError, which names who wants what, instead of a hang or wrong data.
+  bool checked = checked_by_default;
+  /// How long an operation may take, in seconds; 0: for ever. Afterwards its wait throws CommError, which in checked
+  /// mode names the ranks that did not come, and the communicator is dead: all later calls throw at once, and close
+  /// leaves it to MPI_Finalize.
+  double timeout_seconds = 1800;
+  /// A thread keeps operations going while the caller computes. Needs MPI_THREAD_MULTIPLE: ConfigError without.
+  bool progress_thread = false;
 };
 
 /// A communicator over a duplicate of `comm`, whose error handler the duplicate does not inherit. Collective over

@@ -46,12 +46,6 @@ enum class BackwardPrefetch : std::uint8_t {
 /// backward gathers over groups of n neighbours; 1 means false, the number of ranks true.
 using ReshardAfterForward = std::variant<bool, std::int64_t>;
 
-#if defined(NDEBUG)
-inline constexpr bool checked_by_default = false;
-#else
-inline constexpr bool checked_by_default = true;
-#endif
-
 class ConfigBuilder;
 
 /// How modules are sharded. An aggregate for designated initialisers, Config{.mesh = mesh, .min_shard_size = 0}, or see

@@ -3,9 +3,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <limits>
+#include <mutex>
 #include <numeric>
+#include <optional>
+#include <stop_token>
+#include <thread>
 #include <utility>
 
 #include "comm/check_mpi.hpp"
@@ -112,10 +118,37 @@ class HostAccess {
   HostTensor staging_;
 };
 
+/// Waits for something that `is_done` looks for, but not longer than a communicator's operations may take: false then.
+template <class Test>
+bool wait_until(double timeout_seconds, Test&& is_done) {
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 1; !is_done(); ++i) {
+    std::this_thread::yield();
+    if (i % 64 != 0 || timeout_seconds == 0) continue;
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    if (elapsed.count() > timeout_seconds) return false;
+  }
+  return true;
+}
+
+/// What a communicator shares with its operations.
+struct Health {
+  double timeout_seconds = 0;
+  std::string reason;  // why it is dead; empty: it is not
+
+  bool is_dead() const { return !reason.empty(); }
+};
+
 class MpiWork : public detail::PendingWork {
  public:
-  MpiWork(ExecutionSpace exec, std::string group) : exec_(std::move(exec)), group_(std::move(group)) {}
-  ~MpiWork() override = default;
+  MpiWork(ExecutionSpace exec, std::string group, std::string what, std::shared_ptr<Health> health)
+      : exec_(std::move(exec)), group_(std::move(group)), what_(std::move(what)), health_(std::move(health)) {}
+  MpiWork(const MpiWork&) = delete;
+  MpiWork& operator=(const MpiWork&) = delete;
+  ~MpiWork() override {
+    // MPI may still write: the memory that a dead communicator's operations know is leaked on purpose.
+    if (health_->is_dead() && !requests_.empty()) new std::pair(std::move(buffers_), std::move(steps_));
+  }
 
   MPI_Request& add_request() { return requests_.emplace_back(MPI_REQUEST_NULL); }
   /// The memory of a tensor for the time of the operation.
@@ -133,6 +166,7 @@ class MpiWork : public detail::PendingWork {
   void at_end(std::function<void(const ExecutionSpace&)> step) { steps_.push_back(std::move(step)); }
 
   bool test() override {
+    const std::lock_guard lock(mutex_);
     int is_done = 1;
     if (!requests_.empty())
       check_mpi(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &is_done, MPI_STATUSES_IGNORE),
@@ -140,9 +174,16 @@ class MpiWork : public detail::PendingWork {
     return is_done != 0;
   }
   void wait() override {
-    if (!requests_.empty())
-      check_mpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE), "MPI_Waitall",
-                group_);
+    if (health_->is_dead()) throw CommError(health_->reason);
+    if (!wait_until(health_->timeout_seconds, [&] { return test(); })) {
+      health_->reason = fmt::format(
+          "{} on group \"{}\" did not complete within {} s: a rank has failed, or does something else. The "
+          "communicator "
+          "cannot be used any more{}",
+          what_, group_, health_->timeout_seconds, checked_hint);
+      throw CommError(health_->reason);
+    }
+    const std::lock_guard lock(mutex_);
     requests_.clear();
     for (const auto& step : steps_) step(exec_);
     steps_.clear();
@@ -150,11 +191,54 @@ class MpiWork : public detail::PendingWork {
   }
 
  private:
+  static constexpr const char* checked_hint = ". CommunicatorOptions::checked tells which ranks did not come";
+
+  std::mutex mutex_;  // of the requests, which a progress thread tests too
   ExecutionSpace exec_;
   std::string group_;
+  std::string what_;
+  std::shared_ptr<Health> health_;
   std::vector<MPI_Request> requests_;
   std::vector<HostAccess> buffers_;
   std::vector<std::function<void(const ExecutionSpace&)>> steps_;
+};
+
+/// Tests operations while their caller computes: MPI moves large messages only when it is called.
+class ProgressThread {
+ public:
+  ProgressThread() : thread_([this](const std::stop_token& stop) { run(stop); }) {}
+
+  void add(const std::shared_ptr<MpiWork>& work) {
+    {
+      const std::lock_guard lock(mutex_);
+      works_.push_back(work);
+    }
+    wake_.notify_one();
+  }
+
+ private:
+  void run(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    while (wake_.wait(lock, stop, [&] { return !works_.empty(); })) {
+      std::erase_if(works_, [](const std::weak_ptr<MpiWork>& weak) {
+        const std::shared_ptr<MpiWork> work = weak.lock();
+        if (work == nullptr) return true;
+        try {
+          return work->test();
+        } catch (const Error&) {
+          return true;  // the caller's wait meets it too
+        }
+      });
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable_any wake_;
+  std::vector<std::weak_ptr<MpiWork>> works_;
+  std::jthread thread_;  // last: it uses the others
 };
 
 class MpiCommunicator : public Communicator {
@@ -162,9 +246,21 @@ class MpiCommunicator : public Communicator {
   /// Takes over `comm`, already a duplicate.
   MpiCommunicator(MPI_Comm comm, std::string name, CommunicatorOptions options)
       : comm_(comm), name_(std::move(name)), options_(options) {
+    health_->timeout_seconds = options_.timeout_seconds;
     if (comm_ == MPI_COMM_NULL) return;
     check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", name_);
     check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size", name_);
+    if (!options_.progress_thread || is_copy()) return;
+    int provided = MPI_THREAD_SINGLE;
+    check_mpi(MPI_Query_thread(&provided), "MPI_Query_thread", name_);
+    if (provided < MPI_THREAD_MULTIPLE) {
+      MPI_Comm_free(&comm_);
+      throw ConfigError(
+          fmt::format("communicator \"{}\" cannot have a progress thread: MPI was initialised with thread "
+                      "level {}, expected MPI_THREAD_MULTIPLE ({}): use MPI_Init_thread",
+                      name_, provided, MPI_THREAD_MULTIPLE));
+    }
+    progress_ = std::make_unique<ProgressThread>();
   }
 
   ~MpiCommunicator() override {
@@ -179,7 +275,8 @@ class MpiCommunicator : public Communicator {
   Work all_gather(const ExecutionSpace& exec, std::span<const Transfer> transfers) override {
     check_lengths(transfers, "all_gather", 1, size_);
     if (is_copy()) return copy(exec, transfers);
-    std::unique_ptr<MpiWork> work = start(exec);
+    check_call([&] { return describe("all_gather", transfers); });
+    std::unique_ptr<MpiWork> work = start(exec, "all_gather");
     for (const Transfer& transfer : transfers) {
       const std::int64_t bytes = transfer.send.bytes();
       if (bytes == 0) continue;
@@ -202,7 +299,8 @@ class MpiCommunicator : public Communicator {
     check_lengths(transfers, "reduce_scatter", size_, 1);
     for (const Transfer& transfer : transfers) check_op(transfer.send.dtype(), op);
     if (is_copy()) return copy(exec, transfers);
-    std::unique_ptr<MpiWork> work = start(exec);
+    check_call([&] { return describe(reduce_name("reduce_scatter", op), transfers); });
+    std::unique_ptr<MpiWork> work = start(exec, "reduce_scatter");
     const std::vector<Tensor> scratch = take_scratch(transfers);
     for (std::size_t i = 0; i < transfers.size(); ++i) {
       const Transfer& transfer = transfers[i];
@@ -219,7 +317,12 @@ class MpiCommunicator : public Communicator {
   Work all_reduce(const ExecutionSpace& exec, const Tensor& buffer, ReduceOp op) override {
     require_open();
     check_op(buffer.dtype(), op);
-    if (is_copy() || buffer.numel() == 0) return {};
+    if (is_copy()) return {};
+    check_call([&] {
+      const Transfer transfer{buffer, buffer};
+      return describe(reduce_name("all_reduce", op), {&transfer, 1});
+    });
+    if (buffer.numel() == 0) return {};
     const std::int64_t share = chunk_size(buffer.numel(), size_);
     const Tensor padded = scratch_->take(buffer.dtype(), share * size_);
     const Tensor used = padded.slice(0, {buffer.numel()});
@@ -228,7 +331,7 @@ class MpiCommunicator : public Communicator {
     kernels::copy(exec, used, buffer);
     const Transfer sum{padded, mine};
     reduce_scatter(exec, {&sum, 1}, op).wait();
-    std::unique_ptr<MpiWork> work = start(exec);
+    std::unique_ptr<MpiWork> work = start(exec, "all_reduce");
     const ByteType type(mine.bytes(), name_);
     std::byte* receive = work->target(padded);
     place_contribution(exec, receive + rank_ * mine.bytes(), mine);
@@ -244,7 +347,11 @@ class MpiCommunicator : public Communicator {
     if (root < 0 || root >= size_)
       throw CommError(fmt::format("broadcast on group \"{}\": root {} is not one of its {} ranks", name_, root, size_));
     if (is_copy()) return {};
-    std::unique_ptr<MpiWork> work = start(exec);
+    check_call([&] {
+      const Transfer transfer{buffer, buffer};
+      return describe(fmt::format("broadcast from {}:", root), {&transfer, 1});
+    });
+    std::unique_ptr<MpiWork> work = start(exec, "broadcast");
     std::byte* data = rank_ == root ? work->source(buffer) : work->target(buffer);
     for (std::int64_t begin = 0; begin < buffer.bytes(); begin += max_call_bytes) {
       const auto count = static_cast<int>(std::min(max_call_bytes, buffer.bytes() - begin));
@@ -261,7 +368,8 @@ class MpiCommunicator : public Communicator {
         throw ShapeError(fmt::format("all_to_all on group \"{}\": {} elements are not {} equal parts", name_,
                                      transfer.send.numel(), size_));
     if (is_copy()) return copy(exec, transfers);
-    std::unique_ptr<MpiWork> work = start(exec);
+    check_call([&] { return describe("all_to_all", transfers); });
+    std::unique_ptr<MpiWork> work = start(exec, "all_to_all");
     for (const Transfer& transfer : transfers)
       if (transfer.send.bytes() != 0) exchange(*work, transfer.send, transfer.receive, transfer.send.bytes() / size_);
     return finish(std::move(work));
@@ -269,7 +377,11 @@ class MpiCommunicator : public Communicator {
 
   void barrier() override {
     require_open();
-    if (!is_copy()) check_mpi(MPI_Barrier(comm_), "MPI_Barrier", name_);
+    if (is_copy()) return;
+    check_call([] { return "barrier"; });
+    std::unique_ptr<MpiWork> work = start(ExecutionSpace(), "barrier");
+    check_mpi(MPI_Ibarrier(comm_, &work->add_request()), "MPI_Ibarrier", name_);
+    finish(std::move(work)).wait();
   }
 
   std::unique_ptr<Communicator> split(std::int64_t color, std::int64_t key, std::string name) override {
@@ -287,8 +399,10 @@ class MpiCommunicator : public Communicator {
 
   void close() override {
     if (is_closed_) return;
-    pending_->drain();
+    if (!health_->is_dead()) pending_->drain();
+    progress_.reset();
     is_closed_ = true;
+    if (health_->is_dead()) comm_ = MPI_COMM_NULL;  // freeing it is collective
     if (comm_ != MPI_COMM_NULL) check_mpi(MPI_Comm_free(&comm_), "MPI_Comm_free", name_);
   }
 
@@ -310,7 +424,96 @@ class MpiCommunicator : public Communicator {
   bool is_copy() const { return comm_ == MPI_COMM_NULL || (size_ == 1 && options_.size_one_shortcut); }
 
   void require_open() const {
+    if (health_->is_dead()) throw CommError(health_->reason);
     if (is_closed_) throw CommError(fmt::format("communicator \"{}\" is closed", name_));
+  }
+
+  static std::string reduce_name(std::string_view verb, ReduceOp op) {
+    constexpr const char* names[] = {"sum", "min", "max"};
+    return fmt::format("{} ({})", verb, names[static_cast<int>(op)]);
+  }
+
+  static std::string describe(std::string_view verb, std::span<const Transfer> transfers) {
+    std::string text(verb);
+    for (const Transfer& transfer : transfers)
+      text += fmt::format(" {} {}", transfer.send.numel(), to_string(transfer.send.dtype()));
+    return text;
+  }
+
+  /// Compares with the other ranks what this one is about to do.
+  template <class Describe>
+  void check_call(Describe&& describe_call) {
+    if (!options_.checked || is_copy()) return;
+    std::string own = fmt::format("operation {}: {}", ++calls_, describe_call());
+    if (!context_.empty()) own += fmt::format(" for \"{}\"", context_);
+    const std::string verdict = rank_ == 0 ? judge(own) : ask(own);
+    if (!verdict.empty()) throw CommError(verdict);
+  }
+
+  /// The first rank: hears all, and tells all what is wrong; empty: nothing.
+  std::string judge(const std::string& own) {
+    std::vector<std::optional<std::string>> calls(static_cast<std::size_t>(size_));
+    calls[0] = own;
+    int missing = size_ - 1;
+    const bool have_all_come = wait_until(options_.timeout_seconds, [&] {
+      for (std::optional<std::string> text; missing > 0 && receive(MPI_ANY_SOURCE, call_tag, calls);) --missing;
+      return missing == 0;
+    });
+    std::string verdict;
+    if (!have_all_come) {
+      for (int rank = 0; rank < size_; ++rank)
+        if (!calls[static_cast<std::size_t>(rank)]) verdict += fmt::format(" {}", rank);
+      verdict = fmt::format(
+          "on group \"{}\" rank(s){} did not come to {} within {} s. The communicator cannot be used any more", name_,
+          verdict, own, options_.timeout_seconds);
+      health_->reason = verdict;
+    } else if (const auto other =
+                   std::find_if(calls.begin(), calls.end(), [&](const auto& call) { return *call != own; });
+               other != calls.end()) {
+      verdict = fmt::format("the ranks of group \"{}\" do different things:", name_);
+      for (int rank = 0; rank < size_; ++rank) {
+        const std::string& call = *calls[static_cast<std::size_t>(rank)];
+        if (rank == 0 || call != own) verdict += fmt::format("\n  rank {}: {}", rank, call);
+      }
+    }
+    for (int rank = 1; rank < size_; ++rank)
+      if (calls[static_cast<std::size_t>(rank)]) send(verdict, rank, verdict_tag);
+    return verdict;
+  }
+
+  std::string ask(const std::string& own) {
+    send(own, 0, call_tag);
+    std::vector<std::optional<std::string>> verdict(1);
+    // The first rank needs its own time to miss somebody.
+    const double patience = 2 * options_.timeout_seconds + (options_.timeout_seconds > 0 ? 1 : 0);
+    if (wait_until(patience, [&] { return receive(0, verdict_tag, verdict); })) {
+      if (verdict[0]->find("cannot be used any more") != std::string::npos) health_->reason = *verdict[0];
+      return *verdict[0];
+    }
+    health_->reason = fmt::format(
+        "on group \"{}\" rank 0 did not come to {} within {} s. The communicator cannot be used any "
+        "more",
+        name_, own, patience);
+    return health_->reason;
+  }
+
+  void send(const std::string& text, int rank, int tag) const {
+    check_mpi(MPI_Send(text.data(), static_cast<int>(text.size()), MPI_CHAR, rank, tag, comm_), "MPI_Send", name_);
+  }
+
+  /// Takes one message, if there is one, to its sender's place.
+  bool receive(int source, int tag, std::vector<std::optional<std::string>>& texts) const {
+    int is_there = 0;
+    MPI_Message message = MPI_MESSAGE_NULL;
+    MPI_Status status;
+    check_mpi(MPI_Improbe(source, tag, comm_, &is_there, &message, &status), "MPI_Improbe", name_);
+    if (is_there == 0) return false;
+    int length = 0;
+    check_mpi(MPI_Get_count(&status, MPI_CHAR, &length), "MPI_Get_count", name_);
+    std::string text(static_cast<std::size_t>(length), ' ');
+    check_mpi(MPI_Mrecv(text.data(), length, MPI_CHAR, &message, MPI_STATUS_IGNORE), "MPI_Mrecv", name_);
+    texts[static_cast<std::size_t>(status.MPI_SOURCE)] = std::move(text);
+    return true;
   }
 
   /// Every transfer must hold send · receive_factor = receive · send_factor elements of one dtype.
@@ -337,15 +540,17 @@ class MpiCommunicator : public Communicator {
     return {};
   }
 
-  std::unique_ptr<MpiWork> start(const ExecutionSpace& exec) {
+  std::unique_ptr<MpiWork> start(const ExecutionSpace& exec, const char* verb) {
     require_open();
     pending_->poll();
     if constexpr (compat::host_accessible<MemorySpace>) compat::fence(exec, "fsdp2::mpi_collective");
-    return std::make_unique<MpiWork>(exec, name_);
+    return std::make_unique<MpiWork>(exec, name_,
+                                     context_.empty() ? verb : fmt::format("{} for \"{}\"", verb, context_), health_);
   }
 
   Work finish(std::shared_ptr<MpiWork> work) {
     pending_->add(work);
+    if (progress_ != nullptr) progress_->add(work);
     return {std::move(work), pending_};
   }
 
@@ -368,7 +573,13 @@ class MpiCommunicator : public Communicator {
   CommunicatorOptions options_;
   int rank_ = 0;
   int size_ = 1;
+  static constexpr int call_tag = 1;
+  static constexpr int verdict_tag = 2;
+
   bool is_closed_ = false;
+  std::int64_t calls_ = 0;
+  std::shared_ptr<Health> health_ = std::make_shared<Health>();
+  std::unique_ptr<ProgressThread> progress_;
   std::shared_ptr<detail::PendingList> pending_ = std::make_shared<detail::PendingList>();
   std::shared_ptr<ScratchPool> scratch_ = std::make_shared<ScratchPool>();
 };

@@ -97,7 +97,8 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
+  int provided = 0;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided);  // for progress threads
   ::testing::InitGoogleTest(&argc, argv);
   const int failed = run(argc, argv);
   MPI_Finalize();
