@@ -6,6 +6,7 @@
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -80,6 +81,43 @@ inline void gemm(const fsdp2::ExecutionSpace& exec, Transpose transpose_a, const
   exec.fence();
   cblas_sgemm(CblasRowMajor, operation(transpose_a), operation(transpose_b), rows, columns, inner, alpha, a.data(), lda,
               b.data(), ldb, beta, c.data(), ldc);
+#endif
+}
+
+/// Equal matrices, row-major, at a distance from each other: rows of `leading` elements, matrices of `stride`.
+struct Strided {
+  float* data = nullptr;
+  std::int64_t leading = 0;
+  std::int64_t stride = 0;
+};
+
+struct GemmSize {
+  std::int64_t rows = 0;     ///< of c
+  std::int64_t columns = 0;  ///< of c
+  std::int64_t inner = 0;
+};
+
+/// c[i] = alpha·op(a[i])·op(b[i]) for each i below `count`, ordered on `exec`. What was in c is not read.
+inline void gemm_each(const fsdp2::ExecutionSpace& exec, std::int64_t count, const GemmSize& size, float alpha,
+                      Transpose transpose_a, const Strided& a, Transpose transpose_b, const Strided& b,
+                      const Strided& c) {
+  const auto blas = [](std::int64_t extent) { return detail::blas_size(static_cast<std::size_t>(extent)); };
+  const float beta = 0;
+  if (count == 0 || size.rows == 0 || size.columns == 0) return;
+#if defined(KOKKOS_ENABLE_CUDA)
+  const auto operation = [](Transpose transpose) { return transpose == Transpose::yes ? CUBLAS_OP_T : CUBLAS_OP_N; };
+  detail::check(cublasSetStream(detail::cublas_handle(), exec.cuda_stream()));
+  detail::check(cublasSgemmStridedBatched(detail::cublas_handle(), operation(transpose_b), operation(transpose_a),
+                                          blas(size.columns), blas(size.rows), blas(size.inner), &alpha, b.data,
+                                          blas(b.leading), b.stride, a.data, blas(a.leading), a.stride, &beta, c.data,
+                                          blas(c.leading), c.stride, blas(count)));
+#else
+  const auto operation = [](Transpose transpose) { return transpose == Transpose::yes ? CblasTrans : CblasNoTrans; };
+  exec.fence();
+  for (std::int64_t i = 0; i < count; ++i)
+    cblas_sgemm(CblasRowMajor, operation(transpose_a), operation(transpose_b), blas(size.rows), blas(size.columns),
+                blas(size.inner), alpha, a.data + i * a.stride, blas(a.leading), b.data + i * b.stride, blas(b.leading),
+                beta, c.data + i * c.stride, blas(c.leading));
 #endif
 }
 

@@ -70,13 +70,25 @@ struct Broadcast {
   KOKKOS_FUNCTION void operator()(std::int64_t i, std::int64_t j) const { y(i, j) = row(j); }
 };
 
+/// For a few neighbouring columns at once, so that what is read together lies together.
+constexpr std::int64_t columns_at_once = 16;
+
+inline RowPolicy each_column_group(const fsdp2::ExecutionSpace& exec, std::size_t columns) {
+  return {exec, 0, (static_cast<std::int64_t>(columns) + columns_at_once - 1) / columns_at_once};
+}
+
 struct SumRows {
   ConstMatrix dy;
   fsdp2::LentView<Vector> sum;
-  KOKKOS_FUNCTION void operator()(std::int64_t column) const {
-    float total = sum.beta == 0 ? 0 : sum.beta * sum.view(column);
-    for (std::int64_t row = 0; row < static_cast<std::int64_t>(dy.extent(0)); ++row) total += dy(row, column);
-    sum.view(column) = total;
+  KOKKOS_FUNCTION void operator()(std::int64_t group) const {
+    const std::int64_t begin = group * columns_at_once;
+    const std::int64_t rest = static_cast<std::int64_t>(dy.extent(1)) - begin;
+    const std::int64_t count = rest < columns_at_once ? rest : columns_at_once;
+    float total[columns_at_once] = {};
+    for (std::int64_t row = 0; row < static_cast<std::int64_t>(dy.extent(0)); ++row)
+      for (std::int64_t i = 0; i < count; ++i) total[i] += dy(row, begin + i);
+    for (std::int64_t i = 0; i < count; ++i)
+      sum.view(begin + i) = total[i] + (sum.beta == 0 ? 0 : sum.beta * sum.view(begin + i));
   }
 };
 
@@ -146,7 +158,8 @@ inline void linear_backward(const fsdp2::ExecutionSpace& exec, const ConstMatrix
                             const ConstMatrix& dy, const fsdp2::LentView<Matrix>& dweight,
                             const fsdp2::LentView<Vector>& dbias, const Matrix& dx) {
   gemm(exec, Transpose::yes, dy, Transpose::no, x, dweight.beta, dweight.view);
-  Kokkos::parallel_for("bias_backward", detail::each(exec, dbias.view.extent(0)), detail::SumRows{dy, dbias});
+  Kokkos::parallel_for("bias_backward", detail::each_column_group(exec, dbias.view.extent(0)),
+                       detail::SumRows{dy, dbias});
   gemm(exec, Transpose::no, dy, Transpose::no, weight, 0, dx);
 }
 

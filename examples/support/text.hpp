@@ -98,4 +98,62 @@ class Batches {
   Targets::HostMirror host_targets_;
 };
 
+/// This rank's samples of the global batches of a text, each of which is a stretch of `context` bytes and, one further,
+/// the bytes to predict. Where it lies depends on the seed, the step and its number in the global batch alone.
+class Sequences {
+ public:
+  using Inputs = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, fsdp2::MemorySpace>;
+  using Targets = Kokkos::View<std::uint8_t*, Kokkos::LayoutRight, fsdp2::MemorySpace>;
+
+  /// `text` has more than `context` bytes.
+  Sequences(std::vector<std::uint8_t> text, fsdp2::Range samples, std::int64_t context, std::uint64_t seed)
+      : text_(std::move(text)),
+        samples_(samples),
+        seed_(mix(seed)),
+        positions_(text_.size() - static_cast<std::size_t>(context)),
+        inputs_("inputs", static_cast<std::size_t>(samples.size()), static_cast<std::size_t>(context)),
+        targets_("targets", static_cast<std::size_t>(samples.size() * context)),
+        host_inputs_(Kokkos::create_mirror_view(inputs_)),
+        host_targets_(Kokkos::create_mirror_view(targets_)) {}
+
+  /// On this rank.
+  std::int64_t size() const { return samples_.size(); }
+
+  /// Bytes [samples, context] and targets [samples · context] of some of this rank's samples, counted from 0.
+  Inputs inputs(const fsdp2::Range& part) const { return Kokkos::subview(inputs_, pair(part, 1), Kokkos::ALL()); }
+  Targets targets(const fsdp2::Range& part) const {
+    return Kokkos::subview(targets_, pair(part, static_cast<std::int64_t>(inputs_.extent(1))));
+  }
+
+  /// Fills inputs and targets with the batch of a step, ordered on `exec`. The batch before must not be in use any
+  /// more.
+  void load(const fsdp2::ExecutionSpace& exec, std::int64_t step) {
+    const std::size_t context = inputs_.extent(1);
+    for (std::size_t row = 0; row < inputs_.extent(0); ++row) {
+      const std::uint64_t sample = static_cast<std::uint64_t>(samples_.begin) + row;
+      const std::size_t at = mix(mix(seed_ + static_cast<std::uint64_t>(step)) + sample) % positions_;
+      for (std::size_t i = 0; i < context; ++i) {
+        host_inputs_(row, i) = text_[at + i];
+        host_targets_(row * context + i) = text_[at + i + 1];
+      }
+    }
+    Kokkos::deep_copy(exec, inputs_, host_inputs_);
+    Kokkos::deep_copy(exec, targets_, host_targets_);
+  }
+
+ private:
+  static std::pair<std::int64_t, std::int64_t> pair(const fsdp2::Range& part, std::int64_t factor) {
+    return {part.begin * factor, part.end * factor};
+  }
+
+  std::vector<std::uint8_t> text_;
+  fsdp2::Range samples_;
+  std::uint64_t seed_;
+  std::uint64_t positions_;  // where a sample may begin
+  Inputs inputs_;
+  Targets targets_;
+  Inputs::HostMirror host_inputs_;
+  Targets::HostMirror host_targets_;
+};
+
 }  // namespace examples
