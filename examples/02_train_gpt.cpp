@@ -51,7 +51,7 @@ struct Options {
   std::int64_t width = 128;
   std::int64_t heads = 4;
   std::int64_t context = 64;
-  double lr = 3e-3;
+  double lr = 1e-3;
   std::string optimizer = "adamw";
   std::uint64_t seed = 1;
   std::string save;

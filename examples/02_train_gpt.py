@@ -137,7 +137,7 @@ def parse():
     parser.add_argument("--dp", type=int)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--clip", type=float, default=1)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--load")
     parser.add_argument("--csv")

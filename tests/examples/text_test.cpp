@@ -75,6 +75,55 @@ TEST(Batches, ReachEveryPositionOfTheTextAndNoOther) {
   EXPECT_GT(*std::min_element(seen.begin(), seen.end()), 0);
 }
 
+/// One sample after another: its bytes, then its targets.
+std::vector<int> samples_of(const fsdp2::Range& samples, std::int64_t step, std::uint64_t seed,
+                            const fsdp2::Range& part) {
+  examples::Sequences sequences(counting_text(200), samples, context, seed);
+  sequences.load(fsdp2::ExecutionSpace(), step);
+  const auto inputs = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), sequences.inputs(part));
+  const auto targets = Kokkos::create_mirror_view_and_copy(Kokkos::HostSpace(), sequences.targets(part));
+  EXPECT_EQ(targets.extent(0), inputs.extent(0) * inputs.extent(1));
+  std::vector<int> result;
+  for (std::size_t sample = 0; sample < inputs.extent(0); ++sample) {
+    for (std::size_t i = 0; i < inputs.extent(1); ++i) result.push_back(inputs(sample, i));
+    for (std::size_t i = 0; i < inputs.extent(1); ++i) result.push_back(targets(sample * inputs.extent(1) + i));
+  }
+  return result;
+}
+
+TEST(Sequences, TargetsAreTheNextBytes) {
+  const std::vector<int> values = samples_of({0, 4}, 1, 1, {0, 4});
+  ASSERT_EQ(values.size(), static_cast<std::size_t>(4 * 2 * context));
+  for (std::size_t sample = 0; sample < 4; ++sample)
+    for (std::int64_t i = 0; i < context; ++i) {
+      const std::size_t at = sample * 2 * static_cast<std::size_t>(context);
+      EXPECT_EQ(values[at + static_cast<std::size_t>(i)], values[at] + i);
+      EXPECT_EQ(values[at + static_cast<std::size_t>(context + i)], values[at] + i + 1);
+    }
+}
+
+TEST(Sequences, AreTheSameHoweverTheyAreSplit) {
+  constexpr std::int64_t batch = 7;
+  const std::vector<int> whole = samples_of({0, batch}, 17, 1, {0, batch});
+  for (std::int64_t ranks = 1; ranks <= 8; ++ranks)
+    for (std::int64_t parts = 1; parts <= 3; ++parts) {
+      std::vector<int> joined;
+      for (std::int64_t rank = 0; rank < ranks; ++rank)
+        for (std::int64_t part = 0; part < parts; ++part) {
+          const fsdp2::Range own = fsdp2::chunk(batch, ranks, rank);
+          const std::vector<int> some = samples_of(own, 17, 1, fsdp2::chunk(own.size(), parts, part));
+          joined.insert(joined.end(), some.begin(), some.end());
+        }
+      EXPECT_EQ(joined, whole) << ranks << " ranks, " << parts << " parts";
+    }
+}
+
+TEST(Sequences, DifferByStepAndSeed) {
+  const std::vector<int> values = samples_of({0, 4}, 1, 1, {0, 4});
+  EXPECT_NE(samples_of({0, 4}, 2, 1, {0, 4}), values);
+  EXPECT_NE(samples_of({0, 4}, 1, 2, {0, 4}), values);
+}
+
 TEST(Batches, ReadTextRefusesWhatItCannotUse) {
   EXPECT_THROW(examples::read_text("/nonexistent/text", 1), std::runtime_error);
   EXPECT_THROW(examples::read_text("/", 1), std::runtime_error);

@@ -4,47 +4,15 @@
 
 import math
 import os
-import subprocess
 import sys
-import tempfile
 import unittest
 
-PROGRAM, *MPIRUN = sys.argv[1:]
+from example_test import ExampleTest
+
 SMALL = ["--width", "32", "--context", "4", "--window", "8"]
 
 
-class TrainLm(unittest.TestCase):
-    def setUp(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.addCleanup(self.folder.cleanup)
-
-    def path(self, name):
-        return os.path.join(self.folder.name, name)
-
-    def run_on(self, ranks, *flags):
-        return subprocess.run([*MPIRUN, str(ranks), PROGRAM, *flags], capture_output=True, text=True, timeout=120)
-
-    def losses(self, ranks, *flags):
-        """The lines of the loss curve: (step, loss)."""
-        csv = self.path("losses.csv")
-        result = self.run_on(ranks, "--csv", csv, *flags)
-        self.assertEqual(result.returncode, 0, result.stderr)
-        with open(csv) as file:
-            header, *lines = file.read().splitlines()
-        self.assertEqual(header, "step,loss")
-        return [(int(step), float(loss)) for step, loss in (line.split(",") for line in lines)]
-
-    def assert_close(self, found, expected):
-        self.assertEqual([step for step, _ in found], [step for step, _ in expected])
-        for (step, a), (_, b) in zip(found, expected):
-            # AdamW hides the scale of gradients, all but its eps: a wrong one moves losses by 3e-6, rounding by 1e-7.
-            self.assertLess(abs(a - b), 1e-6 * b, f"step {step}")
-
-    def assert_refused(self, status, message, *flags):
-        result = self.run_on(2, *flags)
-        self.assertEqual(result.returncode, status, result.stderr)
-        self.assertEqual(result.stderr.count(message), 1, result.stderr)
-
+class TrainLm(ExampleTest):
     def test_losses_fall_and_do_not_depend_on_the_number_of_ranks(self):
         one = self.losses(1, "--steps", "30")
         self.assertEqual([step for step, _ in one], list(range(1, 31)))
