@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fsdp2/fsdp2.hpp>
+#include <utility>
 #include <vector>
 
 #include "support/compare.hpp"
@@ -43,10 +44,15 @@ void compare_group(const DeviceMesh& mesh, std::int64_t parameters, std::int64_t
   const auto all_gather = [&] {
     MPI_Allgather(MPI_IN_PLACE, 0, MPI_FLOAT, whole.data(), count, MPI_FLOAT, MPI_COMM_WORLD);
   };
+  const auto all_gather_apart = [&] {  // as a direct parameter is gathered: from the shards into the whole
+    MPI_Allgather(shard.data(), count, MPI_FLOAT, whole.data(), count, MPI_FLOAT, MPI_COMM_WORLD);
+  };
   const auto unshard = [](Module& module) { const Scope scope = module.unshard(); };
   const std::string title = fmt::format("{} parameters, {} MiB, {} ranks", parameters, total >> 20, ranks);
-  bench::compare("gather " + title, static_cast<double>(bytes), rounds,
-                 {{"MPI_Allgather, in place", all_gather}, {"unshard, direct", [&] { unshard(*direct); }}});
+  const bool is_direct = rows * columns * 4 >= Config{}.direct_bytes;  // smaller ones are packed unless told otherwise
+  if (is_direct)
+    bench::compare("gather " + title, static_cast<double>(bytes), rounds,
+                   {{"MPI_Allgather", all_gather_apart}, {"unshard, direct", [&] { unshard(*direct); }}});
   bench::compare("gather " + title, static_cast<double>(bytes), rounds,
                  {{"MPI_Allgather + 2 memcpy",
                    [&] {
@@ -63,12 +69,12 @@ void compare_group(const DeviceMesh& mesh, std::int64_t parameters, std::int64_t
     scope.reduce();
     module.finish_backward();
   };
-  bench::compare(
-      "reduce " + title, static_cast<double>(bytes), rounds,
-      {{"MPI_Reduce_scatter_block",
-        [&] { MPI_Reduce_scatter_block(whole.data(), shard.data(), count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }},
-       {"reduce, direct", [&] { reduce(*direct); }, [&] { direct->zero_grad(); }},
-       {"reduce, packed", [&] { reduce(*packed); }, [&] { packed->zero_grad(); }}});
+  std::vector<bench::Contender> reductions = {
+      {"MPI_Reduce_scatter_block",
+       [&] { MPI_Reduce_scatter_block(whole.data(), shard.data(), count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }},
+      {"reduce, packed", [&] { reduce(*packed); }, [&] { packed->zero_grad(); }}};
+  if (is_direct) reductions.push_back({"reduce, direct", [&] { reduce(*direct); }, [&] { direct->zero_grad(); }});
+  bench::compare("reduce " + title, static_cast<double>(bytes), rounds, std::move(reductions));
 }
 
 void run(int argc, char** argv) {

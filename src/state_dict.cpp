@@ -179,10 +179,11 @@ void load_sharded_state_dict(std::span<Module* const> modules, const StateDict& 
 }
 
 void add(StateDict& dict, const std::string& prefix, StateDict other) {
+  const auto full_key = [&](const std::string& key) { return fmt::format("{}.{}", prefix, key); };
   for (const auto& [key, tensor] : other.tensors)
-    if (dict.tensors.contains(prefix + "." + key))
-      throw ConfigError(fmt::format("the state dict has a \"{}.{}\" already", prefix, key));
-  for (auto& [key, tensor] : other.tensors) dict.tensors.emplace(prefix + "." + key, tensor);
+    if (dict.tensors.contains(full_key(key)))
+      throw ConfigError(fmt::format("the state dict has a \"{}\" already", full_key(key)));
+  for (const auto& [key, tensor] : other.tensors) dict.tensors.emplace(full_key(key), tensor);
   const auto both = [](std::function<void()> first, std::function<void()> second) -> std::function<void()> {
     if (!first || !second) return first ? first : second;
     return [first = std::move(first), second = std::move(second)] {
