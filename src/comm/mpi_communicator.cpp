@@ -148,7 +148,8 @@ class MpiWork : public detail::PendingWork {
   MpiWork& operator=(const MpiWork&) = delete;
   ~MpiWork() override {
     // MPI may still write: the memory that a dead communicator's operations know is leaked on purpose.
-    if (health_->is_dead() && !requests_.empty()) (void)new (std::nothrow) std::pair(std::move(buffers_), std::move(steps_));
+    if (health_->is_dead() && !requests_.empty())
+      (void)new (std::nothrow) std::pair(std::move(buffers_), std::move(steps_));
   }
 
   MPI_Request& add_request() { return requests_.emplace_back(MPI_REQUEST_NULL); }
