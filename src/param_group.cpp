@@ -677,7 +677,7 @@ std::uint64_t ParamGroup::begin_forward(const ExecutionSpace& exec) {
   gather(exec);
   if (backward_ == Backward::open) return new_lease();  // a recomputation
   ++forward_count_;
-  is_kept_ = wants_own_storage() && gather_ == Gather::gathered && keeps_unsharded();
+  is_kept_ = keeps_unsharded() && gather_ == Gather::gathered;
   if (is_training_) {
     model_->record(this);
     wants_slice_ = slices() > 0 && gather_ == Gather::gathered;

@@ -87,7 +87,7 @@ TEST_F(CheckedCommunicatorTest, RanksThatDisagreeAllSayWhoWantsWhat) {
 }
 
 TEST_F(CheckedCommunicatorTest, WhoDoesNotComeIsNamed) {
-  const auto communicator = make({.checked = true, .timeout_seconds = 0.5});
+  const auto communicator = make({.checked = true, .timeout_seconds = 2});
   if (!is_odd_one()) {
     const Transfer transfer = gather(4);
     const std::string message = message_of<CommError>([&] { communicator->all_gather(exec_, {&transfer, 1}).wait(); });
