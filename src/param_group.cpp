@@ -93,9 +93,7 @@ std::string ParamGroup::key_of(const std::string& name) const {
 }
 
 std::size_t ParamGroup::find(std::string_view name) const {
-  for (std::size_t i = 0; i < params_.size(); ++i)
-    if (params_[i].name == name) return i;
-  if (const auto tie = ties_.find(name); tie != ties_.end()) return tie->second;
+  if (const auto found = indices_.find(name); found != indices_.end()) return found->second;
   std::string names;
   for (const Param& param : params_) names += (names.empty() ? "" : ", ") + param.name;
   throw ConfigError(
@@ -136,7 +134,7 @@ void ParamGroup::check_new(const std::vector<ParamSpec>& specs) const {
   std::set<std::string, std::less<>> tensors;  // what can be tied to
   for (const Param& param : params_) tensors.insert(param.name);
   names = tensors;
-  for (const auto& [name, index] : ties_) names.insert(name);
+  for (const auto& [name, index] : indices_) names.insert(name);
   for (const auto& [name, buffer] : buffers_) names.insert(name);
   for (const ParamSpec& spec : specs) {
     check_name("parameter", spec.name);
@@ -282,8 +280,9 @@ void ParamGroup::add(const std::vector<ParamSpec>& specs, const ExecutionSpace& 
     }
   }
   params_ = std::move(params);
+  for (std::size_t i = 0; i < params_.size(); ++i) indices_.emplace(params_[i].name, i);
   for (const ParamSpec& spec : specs)
-    if (const auto* tied = std::get_if<Tied>(&spec.value)) ties_.emplace(spec.name, find(tied->name));
+    if (const auto* tied = std::get_if<Tied>(&spec.value)) indices_.emplace(spec.name, find(tied->name));
   layout_ = layout;
   free_memory(&MemoryPlan::shards, shards_);
   ++additions_;
@@ -353,8 +352,7 @@ std::int64_t ParamGroup::table_bytes() const {
 
 void ParamGroup::add_buffer(std::string name, const Tensor& value, const ExecutionSpace& exec) {
   check_name("buffer", name);
-  if (buffers_.contains(name) || ties_.contains(name) ||
-      std::any_of(params_.begin(), params_.end(), [&](const Param& param) { return param.name == name; }))
+  if (buffers_.contains(name) || indices_.contains(name))
     throw ConfigError(fmt::format("module \"{}\" has a parameter or buffer \"{}\" already", name_, name));
   const DType dtype =
       is_castable(value.dtype()) ? config_.mp_policy.buffer_dtype.value_or(value.dtype()) : value.dtype();

@@ -236,7 +236,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::int64_t additions_ = 0;
 
   std::vector<Param> params_;
-  std::map<std::string, std::size_t, std::less<>> ties_;  // other names
+  std::map<std::string, std::size_t, std::less<>> indices_;  // by name, tied ones too
   std::map<std::string, DTensor, std::less<>> buffers_;
   Layout layout_;
   std::vector<TrainableRun> runs_;
