@@ -221,7 +221,7 @@ class ProgressThread {
  private:
   void run(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
-    while (wake_.wait(lock, stop, [&] { return !works_.empty(); })) {
+    while (wake_.wait(lock, stop, [&] { return !works_.empty(); }) && !stop.stop_requested()) {
       std::erase_if(works_, [](const std::weak_ptr<MpiWork>& weak) {
         const std::shared_ptr<MpiWork> work = weak.lock();
         if (work == nullptr) return true;
