@@ -219,8 +219,9 @@ void Optimizer::step(const ExecutionSpace& exec) {
     for (const Run& run : entry.runs) {
       for (std::size_t b = 0; b < buffers.size(); ++b)
         buffers[b] = entry.slice(entry.buffers[b], run.section, run.state_start, {run.count});
-      const detail::TrainableRun elements{run.section, run.start, run.train_start, run.count};
-      update(exec, run.group, group.shards_of(elements), group.gradients_of(elements), buffers);
+      const detail::Section& section = group.layout().sections[run.section];
+      update(exec, run.group, group.shards_of(section, {run.start, run.start + run.count}),
+             group.section_gradients(section).slice(run.train_start, {run.count}), buffers);
     }
   }
 }

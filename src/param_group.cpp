@@ -237,6 +237,14 @@ void ParamGroup::fill(const Param& param, const ParamSpec& spec, const Execution
   kernels::initialize(exec, local, initializer, spec.shape, box, hash_of(key_of(param.name)));
 }
 
+void ParamGroup::require_one_mesh(const std::vector<Param>& params, const ReshardAfterForward& reshard) const {
+  if (!std::holds_alternative<std::int64_t>(reshard)) return;
+  for (const Param& param : params)
+    if (param.binding != params.front().binding)
+      throw ConfigError(fmt::format(
+          "module \"{}\" has parameters on several meshes: reshard_after_forward must be true or false", name_));
+}
+
 void ParamGroup::add(const std::vector<ParamSpec>& specs, const ExecutionSpace& exec) {
   check_new(specs);
   std::vector<Param> params = params_;
@@ -253,12 +261,7 @@ void ParamGroup::add(const std::vector<ParamSpec>& specs, const ExecutionSpace& 
     sources.push_back(&spec);
   }
   const Layout layout = lay_out(params, model_->bindings(), config_);
-  if (std::holds_alternative<std::int64_t>(config_.reshard_after_forward)) {
-    for (const Param& param : params)
-      if (param.binding != params.front().binding)
-        throw ConfigError(fmt::format(
-            "module \"{}\" has parameters on several meshes: reshard_after_forward must be true or false", name_));
-  }
+  require_one_mesh(params, config_.reshard_after_forward);
   model_->reserve_keys(keys);
 
   const Tensor shards = allocate(&MemoryPlan::shards, layout.shards,
@@ -306,24 +309,11 @@ void ParamGroup::adopt_gradient_layout(const ExecutionSpace& exec) {
   const std::size_t sections = layout_.sections.size();
   std::vector<std::vector<kernels::Segment>> held(sections);
   std::vector<std::vector<kernels::Segment>> counted(sections);
-  std::vector<const Param*> order;
-  for (const Param& param : params_)
-    if (param.requires_grad) order.push_back(&param);
-  std::sort(order.begin(), order.end(), [](const Param* a, const Param* b) {
-    return std::pair(a->section, a->train_start) < std::pair(b->section, b->train_start);
-  });
-  runs_.clear();
-  for (const Param* param : order) {
-    const kernels::Segment elements{param->train_start, 0, param->shard.local().numel()};
-    held[param->section].push_back(elements);
-    if (is_first_replica(param->shard)) counted[param->section].push_back(elements);
-    // Padding between two parameters is zero in all buffers, and may be part of a run.
-    TrainableRun* const last = runs_.empty() ? nullptr : &runs_.back();
-    if (last != nullptr && last->section == param->section &&
-        last->start - last->train_start == param->start - param->train_start)
-      last->count = param->train_start + param->shard_count - last->train_start;
-    else if (param->shard_count > 0)
-      runs_.push_back({param->section, param->start, param->train_start, param->shard_count});
+  for (const Param& param : params_) {
+    if (!param.requires_grad) continue;
+    const kernels::Segment elements{param.train_start, 0, param.shard.local().numel()};
+    held[param.section].push_back(elements);
+    if (is_first_replica(param.shard)) counted[param.section].push_back(elements);
   }
   held_tables_.clear();
   counted_tables_.clear();
@@ -420,12 +410,9 @@ void ParamGroup::set_reshard_after_forward(ReshardAfterForward value) {
   Config changed = config_;
   changed.reshard_after_forward = value;
   changed.validate();
-  if (std::holds_alternative<std::int64_t>(value))
-    for (const Param& param : params_)
-      if (param.binding != params_.front().binding)
-        throw ConfigError(fmt::format(
-            "module \"{}\" has parameters on several meshes: reshard_after_forward must be true or false", name_));
+  require_one_mesh(params_, value);
   config_ = std::move(changed);
+  has_slice_ = wants_slice_ = false;  // of another size: the next backward gathers from the shards
   if (!keeps_unsharded()) model_->gather_slots.reserve(slot_bytes());
 }
 
@@ -846,6 +833,19 @@ void ParamGroup::reduce(const ExecutionSpace& exec) {
   prefetch_after_ = nullptr;
 }
 
+template <class VisitBucket, class VisitDirect>
+void ParamGroup::for_each_reduced(VisitBucket&& visit_bucket, VisitDirect&& visit_direct) const {
+  for (std::size_t s = 0; s < layout_.sections.size(); ++s) {
+    const Section& section = layout_.sections[s];
+    if (!section.is_sharded) continue;
+    for (const Range& bucket : section.trainable_buckets)
+      if (bucket.size() > 0) visit_bucket(section, bucket);
+    for (const Param& param : params_)
+      if (param.section == s && param.is_direct && param.lent_offset >= 0 && param.shard_count > 0)
+        visit_direct(section, param);
+  }
+}
+
 void ParamGroup::start_reduction(const ExecutionSpace& exec) {
   model_->complete_reduction(exec);
   PendingReduction next;
@@ -868,23 +868,19 @@ void ParamGroup::start_reduction(const ExecutionSpace& exec) {
   kernels::zero_segments(exec, next.packed, pack_zero_table_);
 
   std::vector<std::vector<Transfer>> transfers(model_->bindings().size());
-  for (const Section& section : layout_.sections) {
-    if (!section.is_sharded) continue;
-    const DType dtype = section.reduce_dtype;
-    const std::int64_t ranks = model_->bindings()[section.binding].ranks();
-    const Tensor result = received(next.slot, 0, section);
-    std::vector<Transfer>& list = transfers[section.binding];
-    for (const Range& bucket : section.trainable_buckets)
-      if (bucket.size() > 0)
-        list.push_back({part(next.packed, section.reduce_pack_offset + bucket.begin * ranks * size_of(dtype), dtype,
-                             {bucket.size() * ranks}),
-                        result.slice(bucket.begin, {bucket.size()})});
-    for (const Param& param : params_)
-      if (param.is_direct && param.lent_offset >= 0 && param.shard_count > 0 &&
-          &layout_.sections[param.section] == &section)
-        list.push_back({part(next.slot, param.lent_offset, dtype, {param.shard_count * ranks}),
-                        result.slice(param.train_start, {param.shard_count})});
-  }
+  for_each_reduced(
+      [&](const Section& section, const Range& bucket) {
+        const std::int64_t ranks = model_->bindings()[section.binding].ranks();
+        const std::int64_t begin = section.reduce_pack_offset + bucket.begin * ranks * size_of(section.reduce_dtype);
+        transfers[section.binding].push_back({part(next.packed, begin, section.reduce_dtype, {bucket.size() * ranks}),
+                                              received(next.slot, 0, section).slice(bucket.begin, {bucket.size()})});
+      },
+      [&](const Section& section, const Param& param) {
+        const std::int64_t ranks = model_->bindings()[section.binding].ranks();
+        transfers[section.binding].push_back(
+            {part(next.slot, param.lent_offset, section.reduce_dtype, {param.shard_count * ranks}),
+             received(next.slot, 0, section).slice(param.train_start, {param.shard_count})});
+      });
   for (std::size_t binding = 0; binding < transfers.size(); ++binding) {
     if (transfers[binding].empty()) continue;
     Communicator& ranks = *model_->bindings()[binding].reduce;
@@ -896,16 +892,12 @@ void ParamGroup::start_reduction(const ExecutionSpace& exec) {
 
 std::vector<std::vector<std::int64_t>> ParamGroup::reduction_transfers() const {
   std::vector<std::vector<std::int64_t>> bytes(model_->bindings().size());
-  for (const Section& section : layout_.sections) {
-    if (!section.is_sharded) continue;
-    const std::int64_t unit = size_of(section.reduce_dtype) * model_->bindings()[section.binding].ranks();
-    for (const Range& bucket : section.trainable_buckets)
-      if (bucket.size() > 0) bytes[section.binding].push_back(bucket.size() * unit);
-    for (const Param& param : params_)
-      if (param.is_direct && param.lent_offset >= 0 && param.shard_count > 0 &&
-          &layout_.sections[param.section] == &section)
-        bytes[section.binding].push_back(param.shard_count * unit);
-  }
+  const auto add = [&](const Section& section, std::int64_t count) {
+    bytes[section.binding].push_back(count * size_of(section.reduce_dtype) *
+                                     model_->bindings()[section.binding].ranks());
+  };
+  for_each_reduced([&](const Section& section, const Range& bucket) { add(section, bucket.size()); },
+                   [&](const Section& section, const Param& param) { add(section, param.shard_count); });
   return bytes;
 }
 
@@ -927,16 +919,8 @@ const char* ParamGroup::unfinished() const {
 
 // Gradients.
 
-Tensor ParamGroup::shards_of(const TrainableRun& run) const {
-  return shards_of(layout_.sections[run.section], {run.start, run.start + run.count});
-}
-
 Tensor ParamGroup::section_gradients(const Section& section) const {
   return part(gradients_, section.gradient_offset, section.gradient_dtype, {section.trainable});
-}
-
-Tensor ParamGroup::gradients_of(const TrainableRun& run) const {
-  return section_gradients(layout_.sections[run.section]).slice(run.train_start, {run.count});
 }
 
 Tensor ParamGroup::gradient_of(const Param& param) const {
@@ -1055,6 +1039,11 @@ void ParamGroup::take_buckets(const ExecutionSpace& exec) {
     mark_gradients(s);
   }
   wants_bucket_ = false;
+}
+
+bool ParamGroup::has_trainable() const {
+  return std::any_of(layout_.sections.begin(), layout_.sections.end(),
+                     [](const Section& section) { return section.trainable > 0; });
 }
 
 bool ParamGroup::has_gradient() const {

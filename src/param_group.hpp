@@ -22,14 +22,6 @@ namespace fsdp2::detail {
 /// The name itself. Throws ConfigError for one that is empty, unprintable, or reserved by state dicts.
 std::string checked_module_name(std::string name);
 
-/// Consecutive elements that have a gradient: of a section, in its shards and in its gradients.
-struct TrainableRun {
-  std::size_t section = 0;
-  std::int64_t start = 0;
-  std::int64_t train_start = 0;
-  std::int64_t count = 0;
-};
-
 /// A module's parameters: their shards, the gather and the reduction of all of them.
 class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
  public:
@@ -44,7 +36,6 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void add_buffer(std::string name, const Tensor& value, const ExecutionSpace& exec);
 
   ModelState& model() const { return *model_; }
-  const std::shared_ptr<ModelState>& shared_model() const { return model_; }
   const std::string& name() const { return name_; }
   const Config& config() const { return config_; }
   const std::vector<Param>& params() const { return params_; }
@@ -115,12 +106,9 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void check_full_gradient(const Param& param, const Tensor& gradient) const;
   bool has_gradient() const;
   std::optional<DTensor> gradient(const Param& param) const;
-  /// What has gradients, in runs that are as long as can be.
-  const std::vector<TrainableRun>& trainable_runs() const { return runs_; }
-  Tensor shards_of(const TrainableRun& run) const;
-  /// Zeros where there is no gradient. Valid after make_gradients.
-  Tensor gradients_of(const TrainableRun& run) const;
-  /// All gradients of a section.
+  /// A range of a section's shards.
+  Tensor shards_of(const Section& section, const Range& range) const;
+  /// All gradients of a section, zeros where there are none. Valid after make_gradients.
   Tensor section_gradients(const Section& section) const;
   /// Zeros for an optimizer, in the kind of memory that the shards are in.
   Tensor allocate_state(const ExecutionSpace& exec, std::int64_t bytes) const;
@@ -165,7 +153,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::int64_t slices() const;
   /// Of the gather slot that is asked for.
   std::int64_t slot_bytes() const;
-  bool has_trainable() const { return !runs_.empty(); }
+  bool has_trainable() const;
   bool has_reduction() const { return layout_.reduce_slot > layout_.receive_start; }
   std::int64_t table_bytes() const;
   /// Bytes of every transfer of a reduction, in their order, by binding.
@@ -182,13 +170,14 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   void check_new(const std::vector<ParamSpec>& specs) const;
   Param make_param(const ParamSpec& spec) const;
+  /// Throws ConfigError where slices are to be kept of parameters of several meshes.
+  void require_one_mesh(const std::vector<Param>& params, const ReshardAfterForward& reshard) const;
   void fill(const Param& param, const ParamSpec& spec, const ExecutionSpace& exec) const;
   void adopt_gradient_layout(const ExecutionSpace& exec);
   Tensor allocate(MemoryUse use, std::int64_t bytes, const char* label) const;
   void free_memory(MemoryUse use, Tensor& memory) const noexcept;
 
   double divisor(const Section& section) const;
-  Tensor shards_of(const Section& section, const Range& range) const;
   Tensor gradient_of(const Param& param) const;
 
   bool wants_own_storage() const { return keeps_unsharded() || (is_training_ && !reshards_after_backward_); }
@@ -206,6 +195,9 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void write_back(const ExecutionSpace& exec) noexcept;
   void borrow_reduce_slot(const ExecutionSpace& exec);
   void zero_unwritten(const ExecutionSpace& exec);
+  /// Visits what a reduction sends, in its order: buckets of packed gradients, and direct parameters.
+  template <class VisitBucket, class VisitDirect>
+  void for_each_reduced(VisitBucket&& visit_bucket, VisitDirect&& visit_direct) const;
   void start_reduction(const ExecutionSpace& exec);
   void end_backward(Backward next, const ExecutionSpace& exec) noexcept;
   void release_reduce_slot() noexcept;
@@ -239,7 +231,6 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::map<std::string, std::size_t, std::less<>> indices_;  // by name, tied ones too
   std::map<std::string, DTensor, std::less<>> buffers_;
   Layout layout_;
-  std::vector<TrainableRun> runs_;
   Tensor shards_;
   Tensor gradients_;
   std::vector<bool> has_gradients_;  // by section: what is there is not garbage

@@ -147,6 +147,26 @@ TEST_F(ScheduleTest, ASliceIsKeptBetweenForwardAndBackward) {
   }
 }
 
+TEST_F(ScheduleTest, ThePolicyMayChangeWhileSlicesAreKept) {
+  if (ranks_ % 2 != 0 || ranks_ == 2) GTEST_SKIP() << "needs a number between 1 and the ranks that divides them";
+  for (const bool in_scope : {false, true})
+    for (const ReshardAfterForward& next : {ReshardAfterForward(true), ReshardAfterForward(false)}) {
+      Config own = config();
+      own.reshard_after_forward = ranks_ / 2;
+      Model model(own);
+      Module& module = model.add("m", {{"w", {60, 5}, ramp_tensor({60, 5})}});
+      {
+        const Scope scope = module.forward();
+        if (in_scope) module.set_reshard_after_forward(next);
+      }
+      module.set_reshard_after_forward(next);
+      BackwardScope scope = module.backward();
+      EXPECT_EQ(to_host(scope.tensor("w")), ramp({60, 5}));
+      scope.reduce();
+      model.finish_backward();
+    }
+}
+
 TEST_F(ScheduleTest, ReshardAfterBackwardFalseSavesTheNextGather) {
   Config own = config();
   own.reshard_after_forward = false;
