@@ -3,8 +3,10 @@
 #include "fsdp2/device_mesh.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <random>
 
@@ -31,11 +33,11 @@ struct DeviceMesh::State {
                           name, spec.to_string(), spec.size(), host.size()));
         coordinate = spec.coordinate_of(host.rank());
       });
+      for (std::size_t i = 0; i < spec.dimensions(); ++i) axes.push_back(make_group({i}, spec.axes()[i].name));
     } catch (...) {
       host.close();
       throw;
     }
-    for (std::size_t i = 0; i < spec.dimensions(); ++i) axes.push_back(make_group({i}, spec.axes()[i].name));
     roles.assign(spec.dimensions(), AxisRole::none);
     nonce = (static_cast<std::uint64_t>(std::random_device{}()) << 32) ^ std::random_device{}();
     host.broadcast({&nonce, 1}, 0);
@@ -62,7 +64,9 @@ struct DeviceMesh::State {
   CommunicatorOptions options;
   Shape coordinate;
   std::vector<std::unique_ptr<Communicator>> axes;
-  std::map<std::string, std::unique_ptr<Communicator>> derived;  // closed in the same order on all ranks
+  // Closed in the same order on all ranks.
+  std::map<std::vector<std::size_t>, std::unique_ptr<Communicator>> groups;
+  std::map<std::string, std::unique_ptr<Communicator>> derived;
   std::vector<AxisRole> roles;
   std::uint64_t nonce = 0;
   std::uint64_t saves = 0;
@@ -121,11 +125,15 @@ std::string DeviceMesh::next_save_id() const {
 
 Communicator& DeviceMesh::communicator(const std::vector<std::size_t>& axes) const {
   if (axes.size() == 1) return communicator(axes.front());
+  const bool ascends = std::adjacent_find(axes.begin(), axes.end(), std::greater_equal<>()) == axes.end();
+  if (axes.empty() || !ascends || axes.back() >= spec().dimensions())
+    throw ConfigError(fmt::format("axes {} of mesh {}: expected some of 0 to {}, in ascending order", axes,
+                                  spec().to_string(), spec().dimensions() - 1));
+  const auto known = state_->groups.find(axes);
+  if (known != state_->groups.end()) return *known->second;
   std::string name;
   for (const std::size_t axis : axes) name += (name.empty() ? "" : " x ") + spec().axes()[axis].name;
-  std::unique_ptr<Communicator>& group = state_->derived[name];
-  if (group == nullptr) group = state_->make_group(axes, name);
-  return *group;
+  return *state_->groups.emplace(axes, state_->make_group(axes, name)).first->second;
 }
 
 DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, std::string flattened_name) const {
@@ -133,13 +141,14 @@ DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, std::string
 }
 
 Communicator& DeviceMesh::derived(const std::string& name, Communicator& parent, std::int64_t color) const {
-  std::unique_ptr<Communicator>& communicator = state_->derived[name];
-  if (communicator == nullptr) communicator = parent.split(color, parent.rank(), name);
-  return *communicator;
+  const auto known = state_->derived.find(name);
+  if (known != state_->derived.end()) return *known->second;
+  return *state_->derived.emplace(name, parent.split(color, parent.rank(), name)).first->second;
 }
 
 void DeviceMesh::close() {
   for (const auto& [name, communicator] : state_->derived) communicator->close();
+  for (const auto& [along, communicator] : state_->groups) communicator->close();
   for (const auto& axis : state_->axes) axis->close();
   state_->host.close();
 }

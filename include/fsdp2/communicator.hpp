@@ -113,9 +113,9 @@ class Communicator {
   /// Ranks of one color form a new communicator, ordered by key, then rank.
   virtual std::unique_ptr<Communicator> split(std::int64_t color, std::int64_t key, std::string name) = 0;
 
-  /// Collective end: completes what is pending and frees the communicator. Further calls but rank(), size() and name()
-  /// throw CommError. A destructor without it leaves the communicator to MPI_Finalize, and says so through the log
-  /// sink.
+  /// Collective end: completes what is pending, waits for the other ranks, and frees the communicator. Where they do
+  /// not come in time, it is left to MPI_Finalize, and the log sink hears of it; so it is by a destructor without
+  /// close. Further calls but rank(), size() and name() throw CommError.
   virtual void close() = 0;
 
   /// What the next operations are for, such as the name of a module: part of what checked mode compares. Local.
@@ -125,25 +125,25 @@ class Communicator {
   std::string context_;
 };
 
-/// Whether ranks compare what they are about to do, unless told otherwise: in debug builds.
-#if defined(NDEBUG)
-inline constexpr bool checked_by_default = false;
-#else
-inline constexpr bool checked_by_default = true;
-#endif
+/// Whether ranks compare what they are about to do, unless told otherwise: in debug builds of the library.
+extern const bool checked_by_default;
 
 /// How a communicator behaves where there is a choice. The same on all ranks.
 struct CommunicatorOptions {
   /// With one rank, collectives are copies that do not enter MPI. Off, they take the same path as any other size.
   bool size_one_shortcut = true;
   /// Before each operation, every rank tells the first one what it is about to do, and waits for its answer: ranks that
-  /// disagree all get the same CommError, which names who wants what, instead of a hang or wrong data.
+  /// disagree all get the same CommError, which names who wants what, instead of a hang or wrong data. Nothing is
+  /// started then, and the communicator stays usable. Ranks must then start operations of different communicators in
+  /// one order, too.
   bool checked = checked_by_default;
   /// How long an operation may take, in seconds; 0: for ever. Afterwards its wait throws CommError, which in checked
-  /// mode names the ranks that did not come, and the communicator is dead: all later calls throw at once, and close
-  /// leaves it to MPI_Finalize.
+  /// mode names the ranks that did not come (twice the time and a second, where the first rank is missing). Then the
+  /// communicator is dead: all later calls throw the same at once, close leaves it to MPI_Finalize, and memory that MPI
+  /// may still touch is never freed.
   double timeout_seconds = 1800;
-  /// A thread keeps operations going while the caller computes. Needs MPI_THREAD_MULTIPLE: ConfigError without.
+  /// A thread keeps operations going while the caller computes; it sleeps when there are none. Needs
+  /// MPI_THREAD_MULTIPLE: ConfigError without.
   bool progress_thread = false;
 };
 

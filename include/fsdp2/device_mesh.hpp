@@ -41,8 +41,9 @@ class DeviceMesh {
   Communicator& communicator(std::string_view axis) const;
   Communicator& communicator(std::size_t axis) const;
 
-  /// The ranks that differ from this one along some axes, in row-major order of these. Collective over the mesh when it
-  /// is first asked for; closed with the mesh.
+  /// The ranks that differ from this one along some axes, given in ascending order; their indices along these,
+  /// row-major, order them. Collective over the mesh when it is first asked for; closed with the mesh. Throws
+  /// ConfigError for axes that are unknown, repeated or in another order.
   Communicator& communicator(const std::vector<std::size_t>& axes) const;
 
   /// A mesh of the same ranks in which adjacent axes are one, see MeshSpec::flatten. Collective; to be closed on its

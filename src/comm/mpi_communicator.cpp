@@ -1,12 +1,14 @@
 // SPDX-FileCopyrightText: 2026 The fsdp2 authors
 // SPDX-License-Identifier: BSD-3-Clause
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <limits>
+#include <map>
 #include <mutex>
 #include <new>
 #include <numeric>
@@ -132,12 +134,20 @@ bool wait_until(double timeout_seconds, Test&& is_done) {
   return true;
 }
 
-/// What a communicator shares with its operations.
+/// What a communicator shares with its operations. For the caller's thread only.
 struct Health {
   double timeout_seconds = 0;
+  bool is_checked = false;
   std::string reason;  // why it is dead; empty: it is not
 
   bool is_dead() const { return !reason.empty(); }
+  void require_alive() const {
+    if (is_dead()) throw CommError(reason);
+  }
+  [[noreturn]] void die(std::string_view why) {
+    reason = fmt::format("{}. The communicator cannot be used any more: close it, or end the program", why);
+    throw CommError(reason);
+  }
 };
 
 class MpiWork : public detail::PendingWork {
@@ -147,8 +157,9 @@ class MpiWork : public detail::PendingWork {
   MpiWork(const MpiWork&) = delete;
   MpiWork& operator=(const MpiWork&) = delete;
   ~MpiWork() override {
-    // MPI may still write: the memory that a dead communicator's operations know is leaked on purpose.
-    if (health_->is_dead() && !requests_.empty())
+    // MPI may still read and write: the memory that an unfinished operation knows is leaked on purpose.
+    const auto is_active = [](MPI_Request request) { return request != MPI_REQUEST_NULL; };
+    if (std::any_of(requests_.begin(), requests_.end(), is_active))
       (void)new (std::nothrow) std::pair(std::move(buffers_), std::move(steps_));
   }
 
@@ -167,7 +178,8 @@ class MpiWork : public detail::PendingWork {
   }
   void at_end(std::function<void(const ExecutionSpace&)> step) { steps_.push_back(std::move(step)); }
 
-  bool test() override {
+  /// Lets MPI work; true when nothing is left to transfer. For any thread.
+  bool progress() {
     const std::lock_guard lock(mutex_);
     int is_done = 1;
     if (!requests_.empty())
@@ -175,26 +187,25 @@ class MpiWork : public detail::PendingWork {
                 "MPI_Testall", group_);
     return is_done != 0;
   }
+  bool test() override {
+    health_->require_alive();
+    return progress();
+  }
   void wait() override {
-    if (health_->is_dead()) throw CommError(health_->reason);
-    if (!wait_until(health_->timeout_seconds, [&] { return test(); })) {
-      health_->reason = fmt::format(
-          "{} on group \"{}\" did not complete within {} s: a rank has failed, or does something else. The "
-          "communicator "
-          "cannot be used any more{}",
-          what_, group_, health_->timeout_seconds, checked_hint);
-      throw CommError(health_->reason);
-    }
-    const std::lock_guard lock(mutex_);
-    requests_.clear();
+    health_->require_alive();
+    if (!wait_until(health_->timeout_seconds, [&] { return progress(); }))
+      health_->die(fmt::format("{} on group \"{}\" did not complete within {} s: {}", what_, group_,
+                               health_->timeout_seconds,
+                               health_->is_checked ? "all ranks began it, but one has failed since, or does not wait"
+                                                   : "a rank has failed, or does something else. "
+                                                     "CommunicatorOptions::checked tells which ranks did not come"));
+    // Not under the lock, which would hold up the progress of other operations while kernels run.
     for (const auto& step : steps_) step(exec_);
     steps_.clear();
     buffers_.clear();
   }
 
  private:
-  static constexpr const char* checked_hint = ". CommunicatorOptions::checked tells which ranks did not come";
-
   std::mutex mutex_;  // of the requests, which a progress thread tests too
   ExecutionSpace exec_;
   std::string group_;
@@ -221,12 +232,13 @@ class ProgressThread {
  private:
   void run(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
+    // Operations of a dead communicator never end: the request to stop counts whatever is left.
     while (wake_.wait(lock, stop, [&] { return !works_.empty(); }) && !stop.stop_requested()) {
       std::erase_if(works_, [](const std::weak_ptr<MpiWork>& weak) {
         const std::shared_ptr<MpiWork> work = weak.lock();
         if (work == nullptr) return true;
         try {
-          return work->test();
+          return work->progress();
         } catch (const Error&) {
           return true;  // the caller's wait meets it too
         }
@@ -243,12 +255,57 @@ class ProgressThread {
   std::jthread thread_;  // last: it uses the others
 };
 
+/// A text on its way to some ranks.
+class Message {
+ public:
+  Message(std::string text, const std::vector<int>& ranks, int tag, MPI_Comm comm, std::string group)
+      : text_(std::make_unique<std::string>(std::move(text))),
+        group_(std::move(group)),
+        requests_(ranks.size(), MPI_REQUEST_NULL) {
+    const auto length = static_cast<int>(text_->size());
+    for (std::size_t i = 0; i < ranks.size(); ++i)
+      check_mpi(MPI_Isend(text_->data(), length, MPI_CHAR, ranks[i], tag, comm, &requests_[i]), "MPI_Isend", group_);
+  }
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+  ~Message() {
+    const auto is_active = [](MPI_Request request) { return request != MPI_REQUEST_NULL; };
+    if (std::any_of(requests_.begin(), requests_.end(), is_active)) (void)text_.release();  // MPI may still read it
+  }
+
+  bool is_sent() {
+    int is_done = 0;
+    check_mpi(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &is_done, MPI_STATUSES_IGNORE),
+              "MPI_Testall", group_);
+    return is_done != 0;
+  }
+
+ private:
+  std::unique_ptr<std::string> text_;
+  std::string group_;
+  std::vector<MPI_Request> requests_;
+};
+
+/// What of a description fits an error: its beginning, and the place where it differs from another.
+std::string excerpt(std::string_view text, std::string_view other) {
+  constexpr std::size_t shown = 160;
+  constexpr std::size_t before = 40;
+  if (text.size() <= 2 * shown) return std::string(text);
+  const auto [at, ignored] = std::mismatch(text.begin(), text.end(), other.begin(), other.end());
+  const auto difference = static_cast<std::size_t>(at - text.begin());
+  const std::size_t begin = std::max(shown, difference - std::min(difference, before));
+  std::string result = fmt::format("{} ... {}", text.substr(0, shown), text.substr(begin, shown));
+  if (begin + shown < text.size()) result += " ...";
+  return result;
+}
+
 class MpiCommunicator : public Communicator {
  public:
   /// Takes over `comm`, already a duplicate.
   MpiCommunicator(MPI_Comm comm, std::string name, CommunicatorOptions options)
       : comm_(comm), name_(std::move(name)), options_(options) {
     health_->timeout_seconds = options_.timeout_seconds;
+    health_->is_checked = options_.checked;
     if (comm_ == MPI_COMM_NULL) return;
     check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", name_);
     check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size", name_);
@@ -256,11 +313,11 @@ class MpiCommunicator : public Communicator {
     int provided = MPI_THREAD_SINGLE;
     check_mpi(MPI_Query_thread(&provided), "MPI_Query_thread", name_);
     if (provided < MPI_THREAD_MULTIPLE) {
-      MPI_Comm_free(&comm_);
+      check_mpi(MPI_Comm_free(&comm_), "MPI_Comm_free", name_);
       throw ConfigError(
-          fmt::format("communicator \"{}\" cannot have a progress thread: MPI was initialised with thread "
-                      "level {}, expected MPI_THREAD_MULTIPLE ({}): use MPI_Init_thread",
-                      name_, provided, MPI_THREAD_MULTIPLE));
+          fmt::format("communicator \"{}\" cannot have a progress thread: MPI runs with {}, expected "
+                      "MPI_THREAD_MULTIPLE. Ask MPI_Init_thread for it, or set progress_thread = false",
+                      name_, thread_level_name(provided)));
     }
     progress_ = std::make_unique<ProgressThread>();
   }
@@ -379,11 +436,7 @@ class MpiCommunicator : public Communicator {
 
   void barrier() override {
     require_open();
-    if (is_copy()) return;
-    check_call([] { return "barrier"; });
-    std::unique_ptr<MpiWork> work = start(ExecutionSpace(), "barrier");
-    check_mpi(MPI_Ibarrier(comm_, &work->add_request()), "MPI_Ibarrier", name_);
-    finish(std::move(work)).wait();
+    meet("barrier");
   }
 
   std::unique_ptr<Communicator> split(std::int64_t color, std::int64_t key, std::string name) override {
@@ -393,6 +446,7 @@ class MpiCommunicator : public Communicator {
         key > std::numeric_limits<int>::max())
       throw CommError(fmt::format("split of group \"{}\": color {} and key {} must fit MPI's int, color not negative",
                                   name_, color, key));
+    meet("split");  // MPI_Comm_split itself can wait for ever
     MPI_Comm part = MPI_COMM_NULL;
     check_mpi(MPI_Comm_split(comm_, static_cast<int>(color), static_cast<int>(key), &part), "MPI_Comm_split", name_);
     check_mpi(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", name);
@@ -401,7 +455,13 @@ class MpiCommunicator : public Communicator {
 
   void close() override {
     if (is_closed_) return;
-    if (!health_->is_dead()) pending_->drain();
+    try {
+      if (!health_->is_dead()) pending_->drain();
+      if (!health_->is_dead() && !is_copy()) synchronize("close");  // a late message to a freed communicator is fatal
+    } catch (const CommError& error) {
+      if (!health_->is_dead()) throw;
+      log(LogLevel::warning, error.what());
+    }
     progress_.reset();
     is_closed_ = true;
     if (health_->is_dead()) comm_ = MPI_COMM_NULL;  // freeing it is collective
@@ -425,8 +485,26 @@ class MpiCommunicator : public Communicator {
 
   bool is_copy() const { return comm_ == MPI_COMM_NULL || (size_ == 1 && options_.size_one_shortcut); }
 
+  static std::string_view thread_level_name(int level) {
+    if (level == MPI_THREAD_SINGLE) return "MPI_THREAD_SINGLE";
+    if (level == MPI_THREAD_FUNNELED) return "MPI_THREAD_FUNNELED";
+    return "MPI_THREAD_SERIALIZED";
+  }
+
+  /// Returns when every rank has come.
+  void meet(const char* verb) {
+    if (is_copy()) return;
+    check_call([&] { return verb; });
+    synchronize(verb);
+  }
+  void synchronize(const char* verb) {
+    std::unique_ptr<MpiWork> work = start(ExecutionSpace(), verb);
+    check_mpi(MPI_Ibarrier(comm_, &work->add_request()), "MPI_Ibarrier", name_);
+    finish(std::move(work)).wait();
+  }
+
   void require_open() const {
-    if (health_->is_dead()) throw CommError(health_->reason);
+    health_->require_alive();
     if (is_closed_) throw CommError(fmt::format("communicator \"{}\" is closed", name_));
   }
 
@@ -446,61 +524,70 @@ class MpiCommunicator : public Communicator {
   template <class Describe>
   void check_call(Describe&& describe_call) {
     if (!options_.checked || is_copy()) return;
-    std::string own = fmt::format("operation {}: {}", ++calls_, describe_call());
-    if (!context_.empty()) own += fmt::format(" for \"{}\"", context_);
-    const std::string verdict = rank_ == 0 ? judge(own) : ask(own);
+    const std::string purpose = context_.empty() ? "" : fmt::format(" for \"{}\"", context_);
+    const std::string own = fmt::format("operation {}{}: {}", ++calls_, purpose, describe_call());
+    if (rank_ == 0)
+      judge(own);
+    else
+      ask(own);
+  }
+
+  /// The first rank: hears all, tells all what is wrong, and throws it.
+  void judge(const std::string& own) {
+    std::vector<std::optional<std::string>> calls(static_cast<std::size_t>(size_));
+    calls[0] = own;
+    std::vector<int> others(static_cast<std::size_t>(size_ - 1));
+    std::iota(others.begin(), others.end(), 1);
+    std::vector<int> absent = others;
+    const bool have_all_come = wait_until(options_.timeout_seconds, [&] {
+      while (receive(MPI_ANY_SOURCE, call_tag, calls))
+        std::erase_if(absent, [&](int rank) { return calls[static_cast<std::size_t>(rank)].has_value(); });
+      return absent.empty();
+    });
+    if (!have_all_come) {
+      const std::string why = fmt::format("on group \"{}\" rank(s) {} did not come to {} within {} s", name_,
+                                          fmt::join(absent, ", "), excerpt(own, own), options_.timeout_seconds);
+      const Message end(why, others, end_tag, comm_, name_);  // also to those that come later
+      health_->die(why);
+    }
+    const std::string verdict = compare(calls);
+    Message answer(verdict, others, verdict_tag, comm_, name_);
+    if (!wait_until(options_.timeout_seconds, [&] { return answer.is_sent(); }))
+      health_->die(fmt::format("on group \"{}\" a rank did not wait for the others after it had come to {}", name_,
+                               excerpt(own, own)));
     if (!verdict.empty()) throw CommError(verdict);
   }
 
-  /// The first rank: hears all, and tells all what is wrong; empty: nothing.
-  std::string judge(const std::string& own) {
-    std::vector<std::optional<std::string>> calls(static_cast<std::size_t>(size_));
-    calls[0] = own;
-    int missing = size_ - 1;
-    const bool have_all_come = wait_until(options_.timeout_seconds, [&] {
-      for (std::optional<std::string> text; missing > 0 && receive(MPI_ANY_SOURCE, call_tag, calls);) --missing;
-      return missing == 0;
-    });
-    std::string verdict;
-    if (!have_all_come) {
-      for (int rank = 0; rank < size_; ++rank)
-        if (!calls[static_cast<std::size_t>(rank)]) verdict += fmt::format(" {}", rank);
-      verdict = fmt::format(
-          "on group \"{}\" rank(s){} did not come to {} within {} s. The communicator cannot be used any more", name_,
-          verdict, own, options_.timeout_seconds);
-      health_->reason = verdict;
-    } else if (const auto other =
-                   std::find_if(calls.begin(), calls.end(), [&](const auto& call) { return *call != own; });
-               other != calls.end()) {
-      verdict = fmt::format("the ranks of group \"{}\" do different things:", name_);
-      for (int rank = 0; rank < size_; ++rank) {
-        const std::string& call = *calls[static_cast<std::size_t>(rank)];
-        if (rank == 0 || call != own) verdict += fmt::format("\n  rank {}: {}", rank, call);
-      }
-    }
-    for (int rank = 1; rank < size_; ++rank)
-      if (calls[static_cast<std::size_t>(rank)]) send(verdict, rank, verdict_tag);
-    return verdict;
+  /// What differs between the ranks' calls; empty: nothing.
+  std::string compare(const std::vector<std::optional<std::string>>& calls) const {
+    const std::string& first = *calls.front();
+    const auto other = std::find_if(calls.begin(), calls.end(), [&](const auto& call) { return *call != first; });
+    if (other == calls.end()) return {};
+    std::map<std::string_view, std::vector<std::size_t>> callers;
+    for (std::size_t rank = 0; rank < calls.size(); ++rank) callers[*calls[rank]].push_back(rank);
+    std::string text = fmt::format("the ranks of group \"{}\" do different things:", name_);
+    for (const auto& [call, ranks] : callers)
+      text += fmt::format("\n  rank(s) {}: {}", fmt::join(ranks, ", "), excerpt(call, call == first ? **other : first));
+    return text;
   }
 
-  std::string ask(const std::string& own) {
-    send(own, 0, call_tag);
-    std::vector<std::optional<std::string>> verdict(1);
+  /// The other ranks: say what they do, and throw what the first one finds wrong.
+  void ask(const std::string& own) {
+    Message question(own, {0}, call_tag, comm_, name_);
+    std::vector<std::optional<std::string>> answer(1);
+    bool is_end = false;
     // The first rank needs its own time to miss somebody.
     const double patience = 2 * options_.timeout_seconds + (options_.timeout_seconds > 0 ? 1 : 0);
-    if (wait_until(patience, [&] { return receive(0, verdict_tag, verdict); })) {
-      if (verdict[0]->find("cannot be used any more") != std::string::npos) health_->reason = *verdict[0];
-      return *verdict[0];
-    }
-    health_->reason = fmt::format(
-        "on group \"{}\" rank 0 did not come to {} within {} s. The communicator cannot be used any "
-        "more",
-        name_, own, patience);
-    return health_->reason;
-  }
-
-  void send(const std::string& text, int rank, int tag) const {
-    check_mpi(MPI_Send(text.data(), static_cast<int>(text.size()), MPI_CHAR, rank, tag, comm_), "MPI_Send", name_);
+    const bool has_answer = wait_until(patience, [&] {
+      const bool is_sent = question.is_sent();
+      if (!answer[0]) is_end = !receive(0, verdict_tag, answer) && receive(0, end_tag, answer);
+      return is_end || (is_sent && answer[0]);
+    });
+    if (!has_answer)
+      health_->die(
+          fmt::format("on group \"{}\" rank 0 did not come to {} within {} s", name_, excerpt(own, own), patience));
+    if (is_end) health_->die(*answer[0]);
+    if (!answer[0]->empty()) throw CommError(*answer[0]);
   }
 
   /// Takes one message, if there is one, to its sender's place.
@@ -577,18 +664,29 @@ class MpiCommunicator : public Communicator {
   int size_ = 1;
   static constexpr int call_tag = 1;
   static constexpr int verdict_tag = 2;
+  static constexpr int end_tag = 3;
 
   bool is_closed_ = false;
   std::int64_t calls_ = 0;
   std::shared_ptr<Health> health_ = std::make_shared<Health>();
-  std::unique_ptr<ProgressThread> progress_;
   std::shared_ptr<detail::PendingList> pending_ = std::make_shared<detail::PendingList>();
   std::shared_ptr<ScratchPool> scratch_ = std::make_shared<ScratchPool>();
+  std::unique_ptr<ProgressThread> progress_;  // last: it ends before anything that it looks at
 };
 
 }  // namespace
 
+#if defined(NDEBUG)
+const bool checked_by_default = false;
+#else
+const bool checked_by_default = true;
+#endif
+
 std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm, std::string name, CommunicatorOptions options) {
+  if (!(options.timeout_seconds >= 0))
+    throw ConfigError(
+        fmt::format("communicator \"{}\" has a time-out of {} s: expected a number above 0, or 0 for none", name,
+                    options.timeout_seconds));
   if (comm != MPI_COMM_NULL) comm = duplicate(comm, name);
   return std::make_unique<MpiCommunicator>(comm, std::move(name), options);
 }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -103,6 +104,128 @@ TEST(DeviceMesh, RankListPlacesRanks) {
   }
 }
 
+// The message of the error that `make` throws; the same one on every rank.
+template <class E, class Make>
+std::string common_error(Make&& make) {
+  std::string message;
+  try {
+    make();
+  } catch (const E& error) {
+    message = error.what();
+  }
+  EXPECT_NE(message, "") << "nothing was thrown";
+  for (const std::string& other : by_rank(message)) EXPECT_EQ(other, message);
+  return message;
+}
+
+// Every run of adjacent axes as one: data goes to the ranks, in the order, that the spec says.
+TEST(DeviceMesh, FlattenedAxesReachTheRightRanks) {
+  std::vector<std::int64_t> backwards(static_cast<std::size_t>(world_size()));
+  std::iota(backwards.rbegin(), backwards.rend(), 0);
+  for (const auto& axes : meshes_of_the_world())
+    for (const std::vector<std::int64_t>& ranks : {std::vector<std::int64_t>{}, backwards}) {
+      DeviceMesh mesh(MPI_COMM_WORLD, MeshSpec(axes, ranks), "fields");
+      for (std::size_t begin = 0; begin < axes.size(); ++begin) {
+        std::vector<std::string> names;
+        for (std::size_t end = begin; end < axes.size(); ++end) {
+          names.push_back(axes[end].name);
+          DeviceMesh flat = mesh.flatten(names, "flat");
+          EXPECT_EQ(flat.spec(), mesh.spec().flatten(names, "flat"));
+          EXPECT_EQ(flat.name(), "fields");
+          EXPECT_EQ(flat.communicator("flat").size(), flat.spec().axes()[begin].size);
+          check_axes(flat);
+          flat.close();
+        }
+      }
+      check_axes(mesh);
+      mesh.close();
+    }
+}
+
+TEST(DeviceMesh, FlattenRefusesAxesThatAreNotNeighbours) {
+  DeviceMesh mesh(MPI_COMM_WORLD, {{"pp", 1}, {"dp", world_size()}, {"tp", 1}});
+  for (const std::vector<std::string>& names :
+       std::vector<std::vector<std::string>>{{}, {"pp", "tp"}, {"dp", "pp"}, {"dp", "dp"}, {"dp", "ep"}})
+    common_error<ConfigError>([&] { mesh.flatten(names, "flat"); });
+  common_error<ConfigError>([&] { mesh.flatten({"pp", "dp"}, "tp"); });
+  mesh.close();
+}
+
+TEST(DeviceMesh, FlattenedMeshesKeepTheOptions) {
+  for (const bool shortcut : {true, false}) {
+    DeviceMesh mesh(MPI_COMM_WORLD, {{"pp", 1}, {"dp", 1}, {"tp", world_size()}}, "mesh", {shortcut});
+    DeviceMesh flat = mesh.flatten({"pp", "dp"}, "one");
+    const ExecutionSpace exec;
+    const Tensor sum(exec, DType::i64, {1}, "test");
+    for (Communicator* comm : {&flat.communicator("one"), &mesh.communicator(std::vector<std::size_t>{0, 1}),
+                               &mesh.derived("dp again", mesh.communicator("dp"), 0)}) {
+      Work work = comm->all_reduce(exec, sum, ReduceOp::sum);
+      EXPECT_EQ(work.finished(), shortcut);
+      work.wait();
+    }
+    flat.close();
+    mesh.close();
+  }
+}
+
+TEST(DeviceMesh, SeveralAxesReachTheirProduct) {
+  for (const auto& axes : meshes_of_the_world()) {
+    if (axes.size() < 3) continue;
+    DeviceMesh mesh(MPI_COMM_WORLD, axes);
+    for (const std::vector<std::size_t>& along :
+         std::vector<std::vector<std::size_t>>{{0, 1}, {0, 2}, {1, 2}, {0, 1, 2}}) {
+      std::vector<std::int64_t> expected;
+      for (std::int64_t rank = 0; rank < world_size(); ++rank) {
+        const Shape coordinate = mesh.spec().coordinate_of(rank);
+        bool is_member = true;
+        for (std::size_t i = 0; i < axes.size(); ++i)
+          if (std::find(along.begin(), along.end(), i) == along.end())
+            is_member = is_member && coordinate[i] == mesh.coordinate()[i];
+        if (is_member) expected.push_back(rank);  // row-major, as the ranks are
+      }
+      Communicator& comm = mesh.communicator(along);
+      EXPECT_EQ(members(comm), expected);
+      EXPECT_EQ(&mesh.communicator(along), &comm);
+    }
+    for (const std::vector<std::size_t>& along :
+         std::vector<std::vector<std::size_t>>{{}, {1, 0}, {1, 1}, {3}, {0, 3}, {0, 2, 1}})
+      common_error<ConfigError>([&] { mesh.communicator(along); });
+    Communicator& comm = mesh.communicator(std::vector<std::size_t>{0, 2});
+    mesh.close();
+    EXPECT_THROW(comm.barrier(), CommError);
+  }
+}
+
+// Gathers and reductions need not wait for each other.
+TEST(DeviceMesh, DerivedCommunicatorsAreOnTheirOwn) {
+  DeviceMesh mesh(MPI_COMM_WORLD, {{"dp", world_size()}}, "mesh", {.checked = false});
+  Communicator& first = mesh.communicator("dp");
+  Communicator& second = mesh.derived("dp (reduce)", first, 0);
+  EXPECT_NE(&first, &second);
+  EXPECT_EQ(&mesh.derived("dp (reduce)", first, 0), &second);
+  EXPECT_EQ(second.name(), "dp (reduce)");
+  EXPECT_EQ(second.rank(), first.rank());
+  EXPECT_EQ(members(second), members(first));
+  const ExecutionSpace exec;
+  const Tensor one = tensor_of(DType::i64, bytes_of(std::vector<std::int64_t>{world_rank() + 1}));
+  const Tensor all(exec, DType::i64, {world_size()}, "test");
+  const Tensor sum(exec, DType::i64, {1}, "test");
+  const Transfer gather{one, all};
+  const Transfer scatter{
+      tensor_of(DType::i64, bytes_of(std::vector<std::int64_t>(static_cast<std::size_t>(world_size()), 5))), sum};
+  Work gathering;
+  Work summing;
+  if (world_rank() % 2 == 0) gathering = first.all_gather(exec, {&gather, 1});
+  summing = second.reduce_scatter(exec, {&scatter, 1}, ReduceOp::sum);
+  if (world_rank() % 2 != 0) gathering = first.all_gather(exec, {&gather, 1});
+  summing.wait();
+  gathering.wait();
+  EXPECT_EQ(values_of<std::int64_t>(sum)[0], 5 * world_size());
+  EXPECT_EQ(values_of<std::int64_t>(all).back(), world_size());
+  mesh.close();
+  EXPECT_THROW(second.barrier(), CommError);
+}
+
 TEST(DeviceMesh, SumsAlongOneAxisOnly) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
   DeviceMesh mesh(MPI_COMM_WORLD, {{"dp", 2}, {"tp", 2}});
@@ -116,20 +239,6 @@ TEST(DeviceMesh, SumsAlongOneAxisOnly) {
   EXPECT_EQ(sum_along("dp"), world_rank() % 2 == 0 ? 0x00010001 : 0x01000100);
   EXPECT_EQ(sum_along("tp"), world_rank() < 2 ? 0x00000101 : 0x01010000);
   mesh.close();
-}
-
-// The message of the error that `make` throws; the same one on every rank.
-template <class E, class Make>
-std::string common_error(Make&& make) {
-  std::string message;
-  try {
-    make();
-  } catch (const E& error) {
-    message = error.what();
-  }
-  EXPECT_NE(message, "") << "nothing was thrown";
-  for (const std::string& other : by_rank(message)) EXPECT_EQ(other, message);
-  return message;
 }
 
 TEST(DeviceMesh, WrongSizeIsTheSameErrorOnAllRanks) {
