@@ -41,10 +41,12 @@ void extract_box(const ExecutionSpace& exec, const Tensor& target, const Tensor&
 /// The reverse: copies the dense `source` of the box's extents into `box` of a row-major `target`.
 void insert_box(const ExecutionSpace& exec, const Tensor& target, const Tensor& source, const Box& box);
 
-/// result[i] = parts[0·n+i] op parts[1·n+i] op …, in that order, for the n elements of result; the accumulator is f64
-/// for f64, f32 for the smaller floats, the type itself for integers. For bool, sum and max are "or", min is "and".
-/// Throws ShapeError for min or max of complex numbers, and unless `parts` holds a multiple of n elements.
-void reduce_parts(const ExecutionSpace& exec, const Tensor& result, const Tensor& parts, ReduceOp op);
+/// result[i] = part 0[i] op part 1[i] op …, in that order, for the n elements of result. Part number `own_part` is
+/// `own`, which may be `result`; the other parts lie in `others`, one after another. The accumulator is f64 for f64,
+/// f32 for the smaller floats, the type itself for integers. For bool, sum and max are "or", min is "and". Throws
+/// ShapeError for min or max of complex numbers, and for other lengths.
+void reduce_parts(const ExecutionSpace& exec, const Tensor& result, const Tensor& others, const Tensor& own,
+                  std::int64_t own_part, ReduceOp op);
 
 /// target[target .. target+count) = source[source .. source+count).
 struct Segment {

@@ -30,23 +30,29 @@ class Scratch {
  public:
   explicit Scratch(const Communicator& communicator) : ranks_(communicator.size()) {}
 
-  /// One operation, which takes a buffer for each transfer.
-  void take(std::vector<std::int64_t> transfers) {
-    if (ranks_ == 1) return;  // what is copied needs none
-    std::sort(transfers.begin(), transfers.end(), std::greater<>());
-    if (buffers_.size() < transfers.size()) buffers_.resize(transfers.size(), 0);
-    for (std::size_t i = 0; i < transfers.size(); ++i)
-      buffers_[i] = std::max(buffers_[i], align_up(transfers[i], buffer_alignment));
+  /// One reduce-scatter of some transfers, given by the bytes they send: the other ranks' parts of each are received.
+  void take_reduce_scatter(std::vector<std::int64_t> transfers) {
+    for (std::int64_t& bytes : transfers) bytes -= bytes / ranks_;
+    take(std::move(transfers));
   }
   /// An all-reduce is a reduce-scatter and an all-gather of a padded copy.
   void take_all_reduce(std::int64_t count, DType dtype) {
     if (count == 0) return;
     const std::int64_t bytes = chunk_size(count, ranks_) * ranks_ * size_of(dtype);
-    take({bytes, bytes});
+    take({bytes, bytes - bytes / ranks_});
   }
   std::int64_t total() const { return std::accumulate(buffers_.begin(), buffers_.end(), std::int64_t{0}); }
 
  private:
+  /// One operation's buffers.
+  void take(std::vector<std::int64_t> sizes) {
+    if (ranks_ == 1) return;  // what is copied needs none
+    std::sort(sizes.begin(), sizes.end(), std::greater<>());
+    if (buffers_.size() < sizes.size()) buffers_.resize(sizes.size(), 0);
+    for (std::size_t i = 0; i < sizes.size(); ++i)
+      buffers_[i] = std::max(buffers_[i], align_up(sizes[i], buffer_alignment));
+  }
+
   std::int64_t ranks_;
   std::vector<std::int64_t> buffers_;
 };
@@ -173,7 +179,7 @@ MemoryPlan ModelState::plan() const {
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
     const auto transfers = (*group)->reduction_transfers();
     for (std::size_t binding = 0; binding < transfers.size(); ++binding)
-      scratch_of(*bindings_[binding].reduce).take(transfers[binding]);
+      scratch_of(*bindings_[binding].reduce).take_reduce_scatter(transfers[binding]);
     for (const Section& section : (*group)->layout().sections)
       if (section.is_sharded && bindings_[section.binding].replicate != nullptr)
         scratch_of(*bindings_[section.binding].replicate).take_all_reduce(section.trainable, section.reduce_dtype);

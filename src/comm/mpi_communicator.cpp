@@ -15,6 +15,7 @@
 #include <optional>
 #include <stop_token>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "comm/check_mpi.hpp"
@@ -63,6 +64,24 @@ class ByteType {
   int count_ = 1;
   MPI_Datatype type_ = MPI_BYTE;
   bool is_derived_ = false;
+};
+
+/// A part of `bytes` bytes as one element of an MPI type: displacements count parts, whatever their size.
+class PartType {
+ public:
+  PartType(std::int64_t bytes, std::string_view group) {
+    const ByteType content(bytes, group);
+    check_mpi(MPI_Type_contiguous(content.count(), content.type(), &type_), "MPI_Type_contiguous", group);
+    check_mpi(MPI_Type_commit(&type_), "MPI_Type_commit", group);
+  }
+  PartType(const PartType&) = delete;
+  PartType& operator=(const PartType&) = delete;
+  ~PartType() { MPI_Type_free(&type_); }  // local; a failure can only be a leak
+
+  MPI_Datatype type() const { return type_; }
+
+ private:
+  MPI_Datatype type_ = MPI_DATATYPE_NULL;
 };
 
 /// Reusable memory for receive buffers: fresh pages cost as much as the transfer. The largest free one is taken, and
@@ -160,10 +179,12 @@ class MpiWork : public detail::PendingWork {
     // MPI may still read and write: the memory that an unfinished operation knows is leaked on purpose.
     const auto is_active = [](MPI_Request request) { return request != MPI_REQUEST_NULL; };
     if (std::any_of(requests_.begin(), requests_.end(), is_active))
-      (void)new (std::nothrow) std::pair(std::move(buffers_), std::move(steps_));
+      (void)new (std::nothrow) std::tuple(std::move(buffers_), std::move(steps_), std::move(tables_));
   }
 
   MPI_Request& add_request() { return requests_.emplace_back(MPI_REQUEST_NULL); }
+  /// Numbers that MPI reads while the operation goes on.
+  std::vector<int>& add_table(std::size_t length) { return *tables_.emplace_back(new std::vector<int>(length)); }
   /// The memory of a tensor for the time of the operation.
   std::byte* source(const Tensor& tensor) {
     const HostAccess& access = buffers_.emplace_back(tensor);
@@ -213,6 +234,7 @@ class MpiWork : public detail::PendingWork {
   std::shared_ptr<Health> health_;
   std::vector<MPI_Request> requests_;
   std::vector<HostAccess> buffers_;
+  std::vector<std::unique_ptr<std::vector<int>>> tables_;
   std::vector<std::function<void(const ExecutionSpace&)>> steps_;
 };
 
@@ -363,12 +385,12 @@ class MpiCommunicator : public Communicator {
     const std::vector<Tensor> scratch = take_scratch(transfers);
     for (std::size_t i = 0; i < transfers.size(); ++i) {
       const Transfer& transfer = transfers[i];
-      const Tensor& parts = scratch[i];
       if (transfer.receive.bytes() == 0) continue;
-      exchange(*work, transfer.send, parts, transfer.receive.bytes());
-      work->at_end([receive = transfer.receive, parts, op](const ExecutionSpace& space) {
-        kernels::reduce_parts(space, receive, parts, op);
-      });
+      const std::int64_t count = transfer.receive.numel();
+      exchange_others(*work, transfer.send, scratch[i], transfer.receive.bytes());
+      work->at_end([receive = transfer.receive, others = scratch[i], own = transfer.send.slice(rank_ * count, {count}),
+                    rank = rank_,
+                    op](const ExecutionSpace& space) { kernels::reduce_parts(space, receive, others, own, rank, op); });
     }
     return finish(std::move(work));
   }
@@ -469,7 +491,7 @@ class MpiCommunicator : public Communicator {
   }
 
  private:
-  /// As large as each send; taken in descending order, see ScratchPool.
+  /// For the other ranks' parts of each transfer; taken in descending order, see ScratchPool.
   std::vector<Tensor> take_scratch(std::span<const Transfer> transfers) {
     std::vector<std::size_t> order(transfers.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
@@ -477,9 +499,10 @@ class MpiCommunicator : public Communicator {
       return transfers[a].send.bytes() > transfers[b].send.bytes();
     });
     std::vector<Tensor> scratch(transfers.size());
-    for (const std::size_t i : order)
-      if (transfers[i].send.bytes() > 0)
-        scratch[i] = scratch_->take(transfers[i].send.dtype(), transfers[i].send.numel());
+    for (const std::size_t i : order) {
+      const Tensor& receive = transfers[i].receive;
+      if (receive.bytes() > 0) scratch[i] = scratch_->take(receive.dtype(), (size_ - 1) * receive.numel());
+    }
     return scratch;
   }
 
@@ -655,6 +678,28 @@ class MpiCommunicator : public Communicator {
     std::byte* to = work.target(receive);
     check_mpi(MPI_Ialltoall(from, type.count(), type.type(), to, type.count(), type.type(), comm_, &work.add_request()),
               "MPI_Ialltoall", name_);
+  }
+
+  /// The same without this rank's own part, which stays where it is: `receive` has the others' alone.
+  void exchange_others(MpiWork& work, const Tensor& send, const Tensor& receive, std::int64_t part_bytes) {
+    const PartType part(part_bytes, name_);
+    const auto ranks = static_cast<std::size_t>(size_);
+    std::vector<int>& table = work.add_table(3 * ranks);
+    const std::span counts(table.data(), ranks);
+    const std::span from(table.data() + ranks, ranks);
+    const std::span to(table.data() + 2 * ranks, ranks);
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto i = static_cast<std::size_t>(rank);
+      counts[i] = rank == rank_ ? 0 : 1;
+      from[i] = rank;
+      to[i] = rank < rank_ ? rank : rank - 1;
+    }
+    to[static_cast<std::size_t>(rank_)] = 0;
+    const std::byte* source = work.source(send);
+    std::byte* target = work.target(receive);
+    check_mpi(MPI_Ialltoallv(source, counts.data(), from.data(), part.type(), target, counts.data(), to.data(),
+                             part.type(), comm_, &work.add_request()),
+              "MPI_Ialltoallv", name_);
   }
 
   MPI_Comm comm_ = MPI_COMM_NULL;
