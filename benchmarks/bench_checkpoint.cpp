@@ -16,6 +16,7 @@
 #include <stdexcept>
 
 #include "support/compare.hpp"
+#include "support/main.hpp"
 
 namespace fsdp2 {
 namespace {
@@ -101,10 +102,5 @@ void run(int argc, char** argv) {
 }  // namespace fsdp2
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
-  {
-    const Kokkos::ScopeGuard kokkos(argc, argv);
-    fsdp2::run(argc, argv);
-  }
-  MPI_Finalize();
+  return fsdp2::bench::run_main(argc, argv, fsdp2::run);
 }

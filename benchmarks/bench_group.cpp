@@ -7,7 +7,6 @@
 #include <fmt/format.h>
 #include <mpi.h>
 
-#include <Kokkos_Core.hpp>
 #include <cstdlib>
 #include <cstring>
 #include <fsdp2/fsdp2.hpp>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "support/compare.hpp"
+#include "support/main.hpp"
 
 namespace fsdp2 {
 namespace {
@@ -91,10 +91,5 @@ void run(int argc, char** argv) {
 }  // namespace fsdp2
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
-  {
-    const Kokkos::ScopeGuard kokkos(argc, argv);
-    fsdp2::run(argc, argv);
-  }
-  MPI_Finalize();
+  return fsdp2::bench::run_main(argc, argv, fsdp2::run);
 }

@@ -4,9 +4,6 @@
 // The library's kernels beside memcpy: of as many bytes as the kernel reads and writes, half of them read, half
 // written. Usage: bench_kernels [MIB [ROUNDS]]: by default 128 MiB of f32 elements, 15 rounds.
 
-#include <mpi.h>
-
-#include <Kokkos_Core.hpp>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -15,6 +12,7 @@
 
 #include "kernels.hpp"
 #include "support/compare.hpp"
+#include "support/main.hpp"
 
 namespace fsdp2 {
 namespace {
@@ -79,10 +77,5 @@ void run(int argc, char** argv) {
 }  // namespace fsdp2
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
-  {
-    const Kokkos::ScopeGuard kokkos(argc, argv);
-    fsdp2::run(argc, argv);
-  }
-  MPI_Finalize();
+  return fsdp2::bench::run_main(argc, argv, fsdp2::run);
 }

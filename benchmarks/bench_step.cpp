@@ -7,7 +7,6 @@
 #include <fmt/format.h>
 #include <mpi.h>
 
-#include <Kokkos_Core.hpp>
 #include <cstdlib>
 #include <fsdp2/fsdp2.hpp>
 #include <memory>
@@ -17,6 +16,7 @@
 
 #include "support/compare.hpp"
 #include "support/gpt.hpp"
+#include "support/main.hpp"
 #include "support/text.hpp"
 
 namespace fsdp2 {
@@ -126,10 +126,5 @@ void run(int argc, char** argv) {
 }  // namespace fsdp2
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
-  {
-    const Kokkos::ScopeGuard kokkos(argc, argv);
-    fsdp2::run(argc, argv);
-  }
-  MPI_Finalize();
+  return fsdp2::bench::run_main(argc, argv, fsdp2::run);
 }

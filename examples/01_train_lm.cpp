@@ -26,12 +26,12 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "fsdp2/fsdp2.hpp"
 #include "support/collectively.hpp"
 #include "support/layers.hpp"
+#include "support/program.hpp"
 #include "support/text.hpp"
 
 namespace {
@@ -193,6 +193,10 @@ void check_hyperparameters(const Options& o) {
   }
 }
 
+std::vector<fsdp2::MeshAxis> mesh_axes(const Options& /*options*/, std::int64_t ranks) {
+  return {{"dp", ranks}};
+}
+
 std::filesystem::path checkpoint_path(const Options& o, std::int64_t step) {
   const std::string number = std::to_string(step);
   return std::filesystem::path(o.save_dir) /
@@ -267,48 +271,8 @@ void train(MPI_Comm comm, const DeviceMesh& mesh, const Options& o) {
   });
 }
 
-/// Returns the exit status.
-int run(int argc, char** argv) {
-  const MPI_Comm comm = MPI_COMM_WORLD;
-  int rank = 0;
-  int ranks = 1;
-  MPI_Comm_rank(comm, &rank);
-  MPI_Comm_size(comm, &ranks);
-  const bool speaks = rank == 0;
-  Options options;
-  if (const std::optional<int> status = parse(argc, argv, speaks, options)) return *status;
-
-  const Kokkos::ScopeGuard kokkos;
-  fsdp2::set_log_sink([speaks](fsdp2::LogLevel level, std::string_view message) {
-    std::FILE* const stream = level == fsdp2::LogLevel::info ? stdout : stderr;
-    if (speaks) std::fprintf(stream, "%.*s\n", static_cast<int>(message.size()), message.data());
-  });
-  try {
-    DeviceMesh mesh(comm, {{"dp", ranks}});
-    try {
-      train(comm, mesh, options);
-    } catch (const fsdp2::Error&) {
-      mesh.close();
-      throw;
-    }
-    mesh.close();
-  } catch (const fsdp2::Error& error) {
-    // On all ranks the same: one explains, and all leave.
-    if (speaks) std::fprintf(stderr, "01_train_lm: %s\n", error.what());
-    return 1;
-  } catch (const std::exception& error) {
-    // Maybe on this rank only, while the others wait for it.
-    std::fprintf(stderr, "01_train_lm: rank %d: %s\n", rank, error.what());
-    MPI_Abort(comm, 1);
-  }
-  return 0;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
-  const int status = run(argc, argv);
-  MPI_Finalize();
-  return status;
+  return examples::Program<Options>{"01_train_lm", parse, mesh_axes, train}.run(argc, argv);
 }

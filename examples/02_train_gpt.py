@@ -7,8 +7,9 @@
     mpirun -n 2 02_train_gpt --load start --optimizer sgd --lr 0.1 --steps 50 --csv ours.csv
     torchrun --nproc-per-node 2 02_train_gpt.py --load start --optimizer sgd --lr 0.1 --steps 50 --csv pytorch.csv
 
-The flags are those of 02_train_gpt, but for --tp and --save. --load takes the parameters and the step of a checkpoint of
-02_train_gpt; the optimizer starts afresh. Needs torch, numpy and h5py.
+The flags are those of 02_train_gpt. --load takes the parameters and the step of a checkpoint of 02_train_gpt; the
+optimizer starts afresh. --save writes one of torch.distributed.checkpoint: "model", "optimizer" and "step". Needs
+torch, numpy and h5py.
 """
 
 import argparse
@@ -19,14 +20,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "checkpoints"))
 STEPS_PER_LINE = 20
+
+
+def whole(param):
+    """As a plain tensor: with tp, what is on all of its ranks is a DTensor too, which plain tensors do not mix with."""
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 class Norm(nn.Module):
@@ -36,7 +45,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x):
-        return F.layer_norm(x, self.gain.shape, self.gain, self.bias, 1e-5)
+        return F.layer_norm(x, self.gain.shape, whole(self.gain), whole(self.bias), 1e-5)
 
 
 def linear(inputs, outputs, deviation):
@@ -49,7 +58,7 @@ def linear(inputs, outputs, deviation):
 class Block(nn.Module):
     def __init__(self, width, heads, deviation):
         super().__init__()
-        self.heads = heads
+        self.length = width // heads
         self.norm1 = Norm(width)
         self.qkv = linear(width, 3 * width, 0.02)
         self.out = linear(width, width, deviation)
@@ -58,12 +67,11 @@ class Block(nn.Module):
         self.down = linear(4 * width, width, deviation)
 
     def forward(self, x):
-        samples, places, width = x.shape
-        # One head after another: its query, key and value.
-        qkv = self.qkv(self.norm1(x)).view(samples, places, self.heads, 3, width // self.heads)
+        # One head after another: its query, key and value. With tp, the heads of this rank.
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.length))
         query, key, value = qkv.permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(samples, places, width))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -81,14 +89,24 @@ class Gpt(nn.Module):
         return [getattr(self, f"block{i}") for i in range(self.layers)]
 
     def forward(self, bytes):
-        x = F.embedding(bytes, self.tokens) + self.positions
+        tokens = whole(self.tokens)
+        x = F.embedding(bytes, tokens) + whole(self.positions)
         for block in self.blocks():
             x = block(x)
-        return F.linear(self.norm(x), self.tokens)
+        return F.linear(self.norm(x), tokens)
 
     def parameters_by_key(self):
         """By the names that they have in checkpoints."""
         return {name if name.startswith("block") else "root." + name: p for name, p in self.named_parameters()}
+
+
+def cut_by_tensor_parallelism(model, mesh):
+    """As 02_train_gpt cuts it: some of the heads and of the hidden units on each rank."""
+    for block in model.blocks():
+        parallelize_module(block, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(),
+                                         "down": RowwiseParallel()})
+    # The others are whole on each rank, but on the same mesh: one norm of all gradients needs that.
+    distribute_module(model, mesh)
 
 
 def shard(model, mesh, policy):
@@ -131,31 +149,35 @@ def chunk(numbers, parts, part):
 def parse():
     parser = argparse.ArgumentParser(prog="02_train_gpt.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--text", default="/usr/share/common-licenses/GPL-3")
-    for name, default in [("--replicate", 1), ("--accumulate", 1), ("--steps", 600), ("--batch", 16), ("--layers", 2),
-                          ("--width", 128), ("--heads", 4), ("--context", 64), ("--seed", 1)]:
+    for name, default in [("--replicate", 1), ("--tp", 1), ("--accumulate", 1), ("--steps", 600), ("--batch", 16),
+                          ("--layers", 2), ("--width", 128), ("--heads", 4), ("--context", 64), ("--seed", 1)]:
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--dp", type=int)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--clip", type=float, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
+    parser.add_argument("--save")
     parser.add_argument("--load")
     parser.add_argument("--csv")
-    return parser.parse_args()
+    o = parser.parse_args()
+    if o.heads % o.tp != 0:
+        parser.error(f"{o.heads} --heads cannot be shared out among --tp {o.tp} ranks: choose a multiple")
+    return o
 
 
 def main():
     o = parse()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    dp = o.dp or dist.get_world_size() // o.replicate
-    if o.replicate > 1:
-        mesh = init_device_mesh("cpu", (o.replicate, dp), mesh_dim_names=("replicate", "dp"))
-    else:
-        mesh = init_device_mesh("cpu", (dp,), mesh_dim_names=("dp",))
+    dp = o.dp or dist.get_world_size() // (o.replicate * o.tp)
+    mesh = init_device_mesh("cpu", (o.replicate, dp, o.tp), mesh_dim_names=("replicate", "dp", "tp"))
     torch.manual_seed(o.seed)
     model = Gpt(256, o.context, o.width, o.heads, o.layers)
-    shard(model, mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32) if o.bf16 else MixedPrecisionPolicy())
+    if o.tp > 1:
+        cut_by_tensor_parallelism(model, mesh["tp"])
+    shard(model, mesh["replicate", "dp"] if o.replicate > 1 else mesh["dp"],
+          MixedPrecisionPolicy(torch.bfloat16, torch.float32) if o.bf16 else MixedPrecisionPolicy())
     step = 0
     if o.load:
         from read_checkpoint import Checkpoint
@@ -170,7 +192,7 @@ def main():
         optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr)
 
     text = torch.tensor(list(Path(o.text).read_bytes()))
-    own = chunk(range(o.batch), dist.get_world_size(), dist.get_rank())
+    own = chunk(range(o.batch), o.replicate * dp, dist.get_rank() // o.tp)
     speaks = dist.get_rank() == 0
     csv = open(o.csv, "w") if speaks and o.csv else None
     print("step,loss", file=csv) if csv else None
@@ -191,6 +213,7 @@ def main():
             torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
         optimizer.step()
         dist.all_reduce(loss_sum)
+        loss_sum /= o.tp  # whose ranks have the same samples
         if csv:
             print(f"{step},{loss_sum.item():.17g}", file=csv, flush=True)
         if speaks and (step == 1 or step % STEPS_PER_LINE == 0 or step == o.steps):
@@ -198,6 +221,12 @@ def main():
             rate = o.batch * o.context * (step - last_printed) / (now - last_time)
             print(f"step {step:6}  loss {loss_sum.item():.4f}  {rate:.0f} bytes/s", flush=True)
             last_printed, last_time = step, now
+    if o.save:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step},
+                 storage_writer=dcp.FileSystemWriter(o.save, overwrite=False))
+        if speaks:
+            print(f"saved {o.save}")
     dist.destroy_process_group()
 
 
