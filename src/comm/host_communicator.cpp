@@ -108,6 +108,26 @@ void HostCommunicator::barrier() const {
   if (size_ > 1) check_mpi(MPI_Barrier(comm_), "MPI_Barrier", name_);
 }
 
+void HostCommunicator::start_all_reduce(std::span<std::uint64_t> values, MPI_Op op, MPI_Request& request) const {
+  if (size_ == 1) return;
+  check_mpi(
+      MPI_Iallreduce(MPI_IN_PLACE, values.data(), checked_count(values.size()), MPI_UINT64_T, op, comm_, &request),
+      "MPI_Iallreduce", name_);
+}
+
+void HostCommunicator::start_broadcast(std::span<std::byte> bytes, std::int64_t root, MPI_Request& request) const {
+  if (size_ == 1) return;
+  check_mpi(MPI_Ibcast(bytes.data(), checked_count(bytes.size()), MPI_BYTE, static_cast<int>(root), comm_, &request),
+            "MPI_Ibcast", name_);
+}
+
+bool HostCommunicator::test(MPI_Request& request) {
+  if (request == MPI_REQUEST_NULL) return true;  // also without MPI
+  int is_done = 0;
+  check_mpi(MPI_Test(&request, &is_done, MPI_STATUS_IGNORE), "MPI_Test", "asynchronous");
+  return is_done != 0;
+}
+
 void HostCommunicator::agree(const std::exception_ptr& error) const {
   if (size_ == 1) {
     if (error) std::rethrow_exception(error);

@@ -4,6 +4,7 @@
 
 #include <mpi.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -39,6 +40,11 @@ class HostCommunicator {
   /// Every rank's text, by rank, on every rank.
   std::vector<std::string> all_gather(const std::string& text) const;
   void barrier() const;
+
+  /// The same without waiting: the values are lent, and `request` is not to be touched, until test says true.
+  void start_all_reduce(std::span<std::uint64_t> values, MPI_Op op, MPI_Request& request) const;
+  void start_broadcast(std::span<std::byte> bytes, std::int64_t root, MPI_Request& request) const;
+  static bool test(MPI_Request& request);
 
   /// Runs `body` on every rank; if it throws on any, the error of the lowest such rank is thrown on all of them, with
   /// its type, and its rank in front of the message. The one way in which an error of one rank becomes everybody's.

@@ -5,7 +5,10 @@
 #include <gtest/gtest.h>
 #include <mpi.h>
 
+#include <chrono>
+#include <filesystem>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "support/checkpoint.hpp"
@@ -63,6 +66,31 @@ TEST(SaveCommunication, RanksOfOneFileDoNotWaitForEachOther) {
     EXPECT_TRUE(seen.empty());
   else
     EXPECT_EQ(seen, (std::vector<std::string>{"Allgather", "Allgatherv", "Allreduce", "Allreduce", "Bcast"}));
+  mesh.close();
+}
+
+/// What ranks must agree on is known before the tensors are copied; while they are written nobody communicates.
+TEST(SaveCommunication, AsynchronousSavesAgreeWhenTheyAreAskedHowTheyAre) {
+  const testing::ScratchDirectory scratch;
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  DeviceMesh mesh(MPI_COMM_WORLD, {{"dp", size}});
+  StateDict state;
+  testing::add_tensor(state, mesh, "w", DType::f32, {100, 100}, {Shard{0}}, true);
+  AsyncSaver saver;
+  saver.save(scratch / "first", state, {.sizes = testing::small_blocks()});  // makes the communicator
+  saver.wait();
+  const std::vector<std::string> begin =
+      test::calls_of([&] { saver.save(scratch / "second", state, {.sizes = testing::small_blocks()}); });
+  const std::string shard = shard_file_name(static_cast<std::size_t>(mesh.rank()), static_cast<std::size_t>(size));
+  const std::vector<std::string> meanwhile =
+      test::calls_of([&] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); });
+  const std::vector<std::string> end = test::calls_of([&] { saver.wait(); });
+  EXPECT_TRUE(std::filesystem::exists(scratch / "second" / shard));
+  EXPECT_TRUE(meanwhile.empty());
+  EXPECT_EQ(begin, size == 1 ? std::vector<std::string>() : (std::vector<std::string>{"Allreduce", "Allreduce"}));
+  EXPECT_EQ(end,
+            size == 1 ? std::vector<std::string>() : (std::vector<std::string>{"Iallreduce", "Iallreduce", "Ibcast"}));
   mesh.close();
 }
 

@@ -56,6 +56,11 @@ int MPI_Ialltoall(const void* a, int n, MPI_Datatype t, void* b, int m, MPI_Data
   record("Ialltoall");
   return PMPI_Ialltoall(a, n, t, b, m, u, c, r);
 }
+int MPI_Ialltoallv(const void* a, const int* n, const int* d, MPI_Datatype t, void* b, const int* m, const int* e,
+                   MPI_Datatype u, MPI_Comm c, MPI_Request* r) {
+  record("Ialltoallv");
+  return PMPI_Ialltoallv(a, n, d, t, b, m, e, u, c, r);
+}
 int MPI_Ibcast(void* b, int n, MPI_Datatype t, int r, MPI_Comm c, MPI_Request* q) {
   record("Ibcast");
   return PMPI_Ibcast(b, n, t, r, c, q);

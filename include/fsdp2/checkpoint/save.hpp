@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -46,5 +47,44 @@ struct SaveOptions {
 /// that name: ConfigError for what cannot be saved (no tensors, a Partial placement, an empty name), MismatchError
 /// where ranks disagree, IoError where the file system fails.
 void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options = {});
+
+/// Saves while the program goes on. A save begins with a copy of this rank's part to host memory, of the same size and
+/// kept for the next save; a thread, which calls neither MPI nor HDF5 nor Kokkos, writes it. Agreement and publication
+/// follow in poll or wait. One save at a time.
+class AsyncSaver {
+ public:
+  AsyncSaver();
+  AsyncSaver(AsyncSaver&&) noexcept;
+  AsyncSaver& operator=(AsyncSaver&&) noexcept;
+  AsyncSaver(const AsyncSaver&) = delete;
+  AsyncSaver& operator=(const AsyncSaver&) = delete;
+  /// Gives up a save that was not waited for: it is never published, and its hidden directory is left over.
+  ~AsyncSaver();
+
+  /// As fsdp2::save, but returns when the tensors may be written again, and throws only what is known by then.
+  /// Collective over the ranks of the dict's meshes, which must not be closed before wait. Throws Error while a save is
+  /// under way.
+  void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options = {});
+
+  /// Lets the save go on, and returns true when it is over, well or not, or when there is none. Never waits for other
+  /// ranks, but rank 0 for its file system when it publishes. The ranks need not call it equally often, or see the end
+  /// in the same step.
+  bool poll();
+
+  /// Returns when `target` is a complete, durable checkpoint, or throws the same error on every rank, as save does.
+  /// Does nothing when there is no save. Every rank must call it, or poll until the end.
+  void wait();
+
+  /// From save to wait.
+  bool is_saving() const { return operation_ != nullptr; }
+
+ private:
+  class Operation;
+  class Image;
+  void abandon() noexcept;
+
+  std::unique_ptr<Operation> operation_;
+  std::unique_ptr<Image> image_;
+};
 
 }  // namespace fsdp2
