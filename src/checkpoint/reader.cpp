@@ -82,6 +82,13 @@ const ShardTables& CheckpointReader::shard(std::size_t file) {
   return it->second;
 }
 
+const RankLocalValues& CheckpointReader::rank_local(std::int64_t rank) {
+  const std::size_t file = file_of_rank_[static_cast<std::size_t>(rank)];
+  const std::vector<std::int64_t>& ranks = index_.files[file].ranks;
+  const auto position = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+  return shard(file).rank_local[static_cast<std::size_t>(position)];
+}
+
 std::vector<CheckpointReader::Source> CheckpointReader::find_sources(std::span<const BoxRequest> requests) {
   std::vector<Source> sources;
   for (const BoxRequest& request : requests) {

@@ -35,6 +35,8 @@ class CheckpointReader {
   const RankPlan& plan(std::int64_t rank);
   /// The proved tables of a file. Throws as read_shard.
   const ShardTables& shard(std::size_t file);
+  /// The opaque values that a rank saved.
+  const RankLocalValues& rank_local(std::int64_t rank);
 
   /// Fills all targets: files one after the other, each block read once, in ascending order. Throws IoError or
   /// CorruptError, with targets undefined.

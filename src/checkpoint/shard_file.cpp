@@ -21,9 +21,19 @@ namespace {
 constexpr std::size_t named_view_limit = 2000;  // FORMAT.md §9
 constexpr std::int64_t writeback_bytes = std::int64_t{32} << 20;
 
-enum RankField : std::size_t { world_rank, first_row, row_count, first_name_byte, first_shape_entry };
+enum RankField : std::size_t {
+  world_rank,
+  first_row,
+  row_count,
+  first_name_byte,
+  first_shape_entry,
+  first_local_row,
+  local_row_count,
+  first_local_name_byte,
+  first_local_value_byte
+};
 constexpr std::size_t segment_field(DType dtype) {
-  return 9 + 3 * (static_cast<std::size_t>(dtype) - 1);
+  return first_local_value_byte + 1 + 3 * (static_cast<std::size_t>(dtype) - 1);
 }
 
 std::string data_path(DType dtype) {
@@ -152,61 +162,6 @@ Column encode_ranks(std::span<const std::int64_t> ranks, std::span<const RankCou
   return column;
 }
 
-struct Range64 {
-  std::uint64_t begin;
-  std::uint64_t end;
-};
-
-std::span<const std::byte> part_of(const Column& column, Range64 elements) {
-  const auto width = static_cast<std::uint64_t>(size_of(column.type));
-  return std::span(column.bytes).subspan(elements.begin * width, (elements.end - elements.begin) * width);
-}
-
-/// The /check value of rank number `r` of a file whose columns are complete: FORMAT.md §7.
-std::uint64_t check_of_rank(const Columns& columns, std::size_t r, std::int64_t block_bytes) {
-  const Column& ranks = columns.at("/ranks");
-  const auto field = [&](std::size_t f) { return ranks.u64(r * rank_fields + f); };
-  const bool is_last = (r + 1) * rank_fields == ranks.size();
-  // Where the next rank's part begins, or what the column's end is for the last.
-  const auto range = [&](std::size_t f, const char* path) {
-    const std::uint64_t end = is_last ? columns.at(path).size() : ranks.u64((r + 1) * rank_fields + f);
-    return Range64{field(f), end};
-  };
-  const Range64 rows{field(first_row), field(first_row) + field(row_count)};
-  const Range64 rows_and_end{rows.begin, rows.end + 1};
-  const Range64 names = range(first_name_byte, "/table/name_bytes");
-  const Range64 dims = range(first_shape_entry, "/table/shape");
-  const Range64 local{field(5), field(5) + field(6)};
-  const Range64 local_and_end{local.begin, local.end + 1};
-  const Range64 local_names = range(7, "/rank_local/name_bytes");
-  const Range64 local_values = range(8, "/rank_local/value_bytes");
-  const auto part = [&](const std::string& path) {
-    if (path == "/table/name_bytes") return names;
-    if (path == "/table/shape" || path == "/table/offset" || path == "/table/extent") return dims;
-    if (path == "/table/name_ptr" || path == "/table/shape_ptr") return rows_and_end;
-    if (path == "/rank_local/name_bytes") return local_names;
-    if (path == "/rank_local/value_bytes") return local_values;
-    if (path == "/rank_local/name_ptr" || path == "/rank_local/value_ptr") return local_and_end;
-    return rows;
-  };
-
-  CheckDigest digest;
-  digest.add(columns.at("/header").bytes);
-  digest.add(part_of(ranks, {r * rank_fields, (r + 1) * rank_fields}));
-  for (const auto& [path, column] : columns) {
-    if (path == "/header" || path == "/ranks") continue;
-    if (path.starts_with("/blocks/")) {
-      const DType dtype = parse_dtype(path.substr(8));
-      const auto block = static_cast<std::uint64_t>(block_bytes);
-      const std::uint64_t start = field(segment_field(dtype)) / block;
-      digest.add(part_of(column, {start, start + field(segment_field(dtype) + 2) / block}));
-    } else {
-      digest.add(part_of(column, part(path)));
-    }
-  }
-  return digest.value();
-}
-
 /// Elements of a column that belong to one rank of a file: where its own begin, how many it has, and how many there are
 /// of all. Pointers of lists have one more at the end, which is also the next rank's first.
 struct ColumnPart {
@@ -230,7 +185,62 @@ ColumnPart column_part(const std::string& path, const RankCounts& before, const 
   return part(&RankCounts::rows);
 }
 
-void add_rank_local(Columns& columns, const RankLocal& values) {
+/// What the ranks of a complete file in front of number `r` add to it; number of ranks: all of them.
+RankCounts counts_before(const Columns& columns, std::size_t r) {
+  const Column& ranks = columns.at("/ranks");
+  const auto size = [&](const char* path) { return static_cast<std::int64_t>(columns.at(path).size()); };
+  RankCounts counts;
+  if (r * rank_fields == ranks.size()) {
+    counts.rows = size("/table/dtype");
+    counts.name_bytes = size("/table/name_bytes");
+    counts.shape_entries = size("/table/shape");
+    counts.local_rows = size("/rank_local/name_ptr") - 1;
+    counts.local_name_bytes = size("/rank_local/name_bytes");
+    counts.local_value_bytes = size("/rank_local/value_bytes");
+    return counts;
+  }
+  const auto field = [&](std::size_t f) { return ranks.i64(r * rank_fields + f); };
+  counts.rows = field(first_row);
+  counts.name_bytes = field(first_name_byte);
+  counts.shape_entries = field(first_shape_entry);
+  counts.local_rows = field(first_local_row);
+  counts.local_name_bytes = field(first_local_name_byte);
+  counts.local_value_bytes = field(first_local_value_byte);
+  return counts;
+}
+
+/// The /check value of rank number `r` of a file whose columns are complete: FORMAT.md §7.
+std::uint64_t check_of_rank(const Columns& columns, std::size_t r, std::int64_t block_bytes) {
+  const RankCounts before = counts_before(columns, r);
+  const RankCounts end = counts_before(columns, r + 1);
+  RankCounts own;
+  for (const auto count : {&RankCounts::rows, &RankCounts::name_bytes, &RankCounts::shape_entries,
+                           &RankCounts::local_rows, &RankCounts::local_name_bytes, &RankCounts::local_value_bytes})
+    own.*count = end.*count - before.*count;
+  const Column& ranks = columns.at("/ranks");
+  const auto elements = [](const Column& column, std::int64_t first, std::int64_t count) {
+    const std::int64_t width = size_of(column.type);
+    return std::span(column.bytes)
+        .subspan(static_cast<std::size_t>(first * width), static_cast<std::size_t>(count * width));
+  };
+  constexpr auto fields = static_cast<std::int64_t>(rank_fields);
+  CheckDigest digest;
+  digest.add(columns.at("/header").bytes);
+  digest.add(elements(ranks, static_cast<std::int64_t>(r) * fields, fields));
+  for (const auto& [path, column] : columns) {
+    if (path == "/header" || path == "/ranks") continue;
+    if (path.starts_with("/blocks/")) {
+      const std::size_t segment = r * rank_fields + segment_field(parse_dtype(path.substr(8)));
+      digest.add(elements(column, ranks.i64(segment) / block_bytes, ranks.i64(segment + 2) / block_bytes));
+    } else {
+      const ColumnPart part = column_part(path, before, own, own);
+      digest.add(elements(column, part.first, part.count));
+    }
+  }
+  return digest.value();
+}
+
+void add_rank_local(Columns& columns, const RankLocalValues& values) {
   ListBuilder names;
   ListBuilder contents;
   for (const auto& [name, value] : values) {
@@ -325,7 +335,7 @@ std::vector<NamedView> named_views(const CheckpointIndex& index, const RankPlan&
 
 }  // namespace
 
-RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocal& values) {
+RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocalValues& values) {
   RankCounts counts;
   counts.rows = static_cast<std::int64_t>(plan.pieces.size());
   for (const Piece& piece : plan.pieces) {
@@ -356,7 +366,7 @@ std::vector<PerDType<Segment>> lay_out_segments(const CheckpointIndex& index, st
 }
 
 ShardWriter::ShardWriter(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan,
-                         FilePlan file, const RankLocal& values)
+                         FilePlan file, const RankLocalValues& values)
     : path_(directory / shard_file_name(file.file, file.files)),
       index_(index),
       plan_(plan),
@@ -529,14 +539,15 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
   std::uint64_t next_local = 0;
   for (std::size_t r = 0; r < entry.ranks.size(); ++r) {
     const auto field = [&](std::size_t f) { return ranks.u64(r * rank_fields + f); };
-    const std::uint64_t rows = field(6);
-    if (field(5) != next_local || rows > local_rows - next_local ||
-        field(7) != columns["/rank_local/name_ptr"].u64(static_cast<std::size_t>(next_local)) ||
-        field(8) != columns["/rank_local/value_ptr"].u64(static_cast<std::size_t>(next_local)))
+    const std::uint64_t rows = field(local_row_count);
+    if (field(first_local_row) != next_local || rows > local_rows - next_local ||
+        field(first_local_name_byte) != columns["/rank_local/name_ptr"].u64(static_cast<std::size_t>(next_local)) ||
+        field(first_local_value_byte) != columns["/rank_local/value_ptr"].u64(static_cast<std::size_t>(next_local)))
       refuse("/ranks and /rank_local contradict each other");
     next_local += rows;
     for (std::size_t f = 0; f < rank_fields; ++f)
-      if ((f < 5 || f > 8) && field(f) != expected["/ranks"].u64(r * rank_fields + f))
+      if ((f < first_local_row || f > first_local_value_byte) &&
+          field(f) != expected["/ranks"].u64(r * rank_fields + f))
         refuse(fmt::format("/ranks disagrees with the index about rank {}: column {} is {}, expected {}",
                            entry.ranks[r], f, field(f), expected["/ranks"].u64(r * rank_fields + f)));
   }
@@ -558,6 +569,17 @@ ShardTables read_shard(const std::filesystem::path& directory, const CheckpointI
                       entry.ranks[r]));
     std::vector<std::uint64_t>& digests = tables.digests.emplace_back();
     for (std::size_t p = 0; p < plans[r]->pieces.size(); ++p) digests.push_back(columns["/table/digest"].u64(row++));
+    RankLocalValues& values = tables.rank_local.emplace_back();
+    for (std::uint64_t i = ranks.u64(r * rank_fields + first_local_row),
+                       end = i + ranks.u64(r * rank_fields + local_row_count);
+         i < end; ++i) {
+      const auto item = static_cast<std::size_t>(i);
+      const std::string_view value =
+          list_text(columns["/rank_local/value_ptr"], columns["/rank_local/value_bytes"], item);
+      const auto bytes = std::as_bytes(std::span(value));
+      values.emplace(list_text(columns["/rank_local/name_ptr"], columns["/rank_local/name_bytes"], item),
+                     std::vector<std::byte>(bytes.begin(), bytes.end()));
+    }
   }
   return tables;
 }

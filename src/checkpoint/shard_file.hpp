@@ -25,9 +25,6 @@ struct PieceRequest {
 /// Fills the targets of all requests.
 using PieceSource = std::function<void(std::span<const PieceRequest>)>;
 
-/// Opaque values of one rank, by name: what has no place in the global index space.
-using RankLocal = std::map<std::string, std::vector<std::byte>>;
-
 /// How much one rank adds to a shard file: all that the others of that file need to know. Only integers of 64 bits.
 struct RankCounts {
   std::int64_t rows = 0;
@@ -38,7 +35,7 @@ struct RankCounts {
   std::int64_t local_value_bytes = 0;
   PerDType<std::int64_t> used{};  ///< bytes of each segment up to the end of its last piece
 };
-RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocal& values);
+RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocalValues& values);
 
 /// Whose bytes a file holds, and which of them the writer is.
 struct FilePlan {
@@ -58,7 +55,7 @@ class ShardWriter {
  public:
   /// Lets HDF5 lay out the file, so on the caller's thread. `index` and `plan` must outlive the writer. Throws IoError.
   ShardWriter(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan, FilePlan file,
-              const RankLocal& values = {});
+              const RankLocalValues& values = {});
 
   /// Writes and fsyncs. Asks `source` for bytes in windows of at most `window_bytes` (a multiple of block_bytes) of one
   /// dtype, ascending. Calls nothing but `source`, the system and digests: any thread may call it, once. Throws
@@ -91,6 +88,7 @@ struct ShardTables {
   PerDType<std::int64_t> arena_offset;              ///< in the file
   PerDType<std::vector<std::uint64_t>> block_crcs;  ///< by arena block
   std::vector<std::vector<std::uint64_t>> digests;  ///< by rank of the file, by piece: contributions
+  std::vector<RankLocalValues> rank_local;          ///< by rank of the file
 };
 
 /// Reads the tables of shard file `file` of a checkpoint and checks them: size, /check, save id, and that its rows are

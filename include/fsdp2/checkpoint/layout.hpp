@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -82,6 +83,10 @@ struct CheckpointIndex {
   /// The number of a tensor in `tensors`, or tensors.size().
   std::size_t find(const std::string& name) const;
 };
+
+/// Opaque values of one rank, by name: what has no place in the global index space, such as the state of its random
+/// numbers or its place in the data.
+using RankLocalValues = std::map<std::string, std::vector<std::byte>>;
 
 /// A box of one tensor that one rank writes, and where.
 struct Piece {

@@ -31,9 +31,8 @@ struct SaveOptions {
   FormatSizes sizes = {};
   /// So many neighbouring ranks write one HDF5 file, in parallel and without waiting for each other.
   std::variant<std::int64_t, FileGroups> ranks_per_file = std::int64_t{1};
-  /// What only this rank has, by name: the state of its random numbers, its place in the data. At most 2^31 bytes a
-  /// rank.
-  std::map<std::string, std::vector<std::byte>> rank_local = {};
+  /// What only this rank has.
+  RankLocalValues rank_local = {};
   /// Replaces a checkpoint of that name: in one step where the file system can exchange directories, else by way of
   /// hidden names, from which an interrupted replacement is restored.
   bool overwrite = false;
