@@ -37,6 +37,7 @@
 #include "fsdp2/checkpoint/layout.hpp"
 #include "fsdp2/checkpoint/save.hpp"
 #include "fsdp2/checkpoint/load.hpp"
+#include "fsdp2/checkpoint/manager.hpp"
 #include "fsdp2/checkpoint/verify.hpp"
 #include "fsdp2/checkpoint/reshard.hpp"
 // clang-format on

@@ -6,8 +6,12 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
+#include <charconv>
+#include <csignal>
 #include <cstdlib>
 #include <fstream>
+#include <map>
 
 #include "checkpoint/file.hpp"
 #include "fsdp2/error.hpp"
@@ -27,6 +31,12 @@ std::string boot_id() {
   std::string id;
   std::getline(file, id);
   return id;
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  if (::gethostname(name.data(), name.size() - 1) != 0) name[0] = '\0';
+  return name.data();
 }
 
 std::string job_id() {
@@ -71,10 +81,8 @@ void Publication::prepare(bool overwrites) const {
 }
 
 void Publication::note_owner() const {
-  std::array<char, 256> host{};
-  if (::gethostname(host.data(), host.size() - 1) != 0) host[0] = '\0';
   const std::string note =
-      fmt::format("host={}\nboot_id={}\npid={}\njob={}\n", host.data(), boot_id(), ::getpid(), job_id());
+      fmt::format("host={}\nboot_id={}\npid={}\njob={}\n", host_name(), boot_id(), ::getpid(), job_id());
   File file = File::create(partial_ / "owner");
   file.write(std::as_bytes(std::span(note)), 0);
   file.close();
@@ -106,16 +114,56 @@ void Publication::discard() const noexcept {
   std::filesystem::remove_all(partial_, ignored);
 }
 
-void restore_replaced(const std::filesystem::path& target) {
+std::vector<HiddenDirectory> hidden_directories(const std::filesystem::path& parent) {
+  std::vector<HiddenDirectory> found;
   std::error_code error;
-  if (std::filesystem::exists(std::filesystem::symlink_status(target, error))) return;
-  const std::string prefix = fmt::format(".{}.old-", target.filename().string());
-  const std::filesystem::path parent = target.has_parent_path() ? target.parent_path() : ".";
-  for (const auto& entry : std::filesystem::directory_iterator(parent, error)) {
-    if (!entry.path().filename().string().starts_with(prefix)) continue;
-    std::filesystem::rename(entry.path(), target, error);  // another rank may have been faster
-    return;
+  if (!std::filesystem::exists(parent, error)) return found;
+  constexpr std::size_t id_digits = 32;
+  try {
+    for (const auto& entry : std::filesystem::directory_iterator(parent)) {
+      const std::string name = entry.path().filename().string();
+      const std::size_t dash = name.size() < id_digits + 1 ? 0 : name.size() - id_digits - 1;
+      const std::size_t dot = name.rfind('.', dash);
+      if (!name.starts_with('.') || dash == 0 || name[dash] != '-' || dot == std::string::npos || dot < 2 ||
+          name.find_first_not_of("0123456789abcdef", dash + 1) != std::string::npos ||
+          !std::filesystem::is_directory(entry.symlink_status()))
+        continue;
+      const std::string kind = name.substr(dot + 1, dash - dot - 1);
+      if (kind == "partial" || kind == "old" || kind == "trash")
+        found.push_back({entry.path(), kind, name.substr(dash + 1), parent / name.substr(1, dot - 1)});
+    }
+  } catch (const std::filesystem::filesystem_error& failure) {
+    throw IoError(fmt::format("listing {} failed: {}", parent.string(), failure.code().message()));
   }
+  return found;
+}
+
+bool is_owner_dead(const std::filesystem::path& partial) {
+  std::ifstream file(partial / "owner");
+  std::map<std::string, std::string> note;
+  for (std::string line; std::getline(file, line);)
+    if (const std::size_t equals = line.find('='); equals != std::string::npos)
+      note[line.substr(0, equals)] = line.substr(equals + 1);
+  if (note["host"] != host_name() || note["boot_id"].empty() || note["boot_id"] != boot_id()) return false;
+  pid_t pid = 0;
+  const std::string& text = note["pid"];
+  if (std::from_chars(text.data(), text.data() + text.size(), pid).ec != std::errc() || pid <= 0) return false;
+  return ::kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+bool is_replacement_interrupted(const HiddenDirectory& old) {
+  std::error_code error;
+  return !std::filesystem::exists(std::filesystem::symlink_status(old.target, error));
+}
+
+void restore_replaced(const std::filesystem::path& target) {
+  const std::filesystem::path parent = target.has_parent_path() ? target.parent_path() : ".";
+  std::error_code error;
+  for (const HiddenDirectory& hidden : hidden_directories(parent))
+    if (hidden.kind == "old" && hidden.target.filename() == target.filename() && is_replacement_interrupted(hidden)) {
+      std::filesystem::rename(hidden.path, target, error);  // another rank may have been faster
+      return;
+    }
 }
 
 void remove_checkpoint(const std::filesystem::path& checkpoint, const std::string& id) {

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <string>
+#include <vector>
 
 namespace fsdp2::checkpoint {
 
@@ -34,6 +35,20 @@ class Publication {
   std::filesystem::path partial_;
   std::string save_id_;
 };
+
+/// A directory that a writer has left, or still uses, beside the checkpoint that it wrote.
+struct HiddenDirectory {
+  std::filesystem::path path;
+  std::string kind;  ///< partial, old or trash
+  std::string save_id;
+  std::filesystem::path target;  ///< the final name
+};
+/// Those in a directory; none where it does not exist. Throws IoError.
+std::vector<HiddenDirectory> hidden_directories(const std::filesystem::path& parent);
+/// Whether the process that made a partial directory is known to be gone: it ran on this host since it booted.
+bool is_owner_dead(const std::filesystem::path& partial);
+/// Whether an old checkpoint has no successor under its name.
+bool is_replacement_interrupted(const HiddenDirectory& old);
 
 /// Puts a checkpoint back whose replacement was interrupted when it had no name. Harmless otherwise; any rank may call
 /// it.
