@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdlib>
 #include <fstream>
+#include <vector>
 
 #include "checkpoint/file.hpp"
 #include "fsdp2/error.hpp"
@@ -20,6 +21,52 @@ namespace {
 std::filesystem::path without_trailing_slash(const std::filesystem::path& path) {
   const std::filesystem::path normal = path.lexically_normal();
   return normal.has_filename() ? normal : normal.parent_path();
+}
+
+std::filesystem::path parent_of(const std::filesystem::path& path) {
+  return path.has_parent_path() ? path.parent_path() : ".";
+}
+
+std::filesystem::path hidden_name(const std::filesystem::path& target, const char* kind, const std::string& id) {
+  return target.parent_path() / fmt::format(".{}.{}-{}", target.filename().string(), kind, id);
+}
+
+/// The ids of saves that moved the target aside to replace it. Nothing may follow the save id: ".a.old-…" also begins
+/// what is hidden of a checkpoint whose name begins with "a.old-".
+std::vector<std::string> replacements(const std::filesystem::path& target) {
+  constexpr std::size_t id_length = 32;
+  const std::string prefix = fmt::format(".{}.old-", target.filename().string());
+  std::vector<std::string> found;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(parent_of(target), ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(prefix) || name.size() != prefix.size() + id_length) continue;
+    const std::string id = name.substr(prefix.size());
+    if (id.find_first_not_of("0123456789abcdef") == std::string::npos) found.push_back(id);
+  }
+  return found;
+}
+
+/// Runs `body`, and after a failure `undo`: a publication that failed must not be seen.
+template <class Body, class Undo>
+void or_undo(Body&& body, Undo&& undo) {
+  try {
+    body();
+  } catch (const IoError& error) {
+    try {
+      undo();
+    } catch (const IoError& second) {
+      throw IoError(fmt::format("{}; taking it back failed too: {}", error.what(), second.what()));
+    }
+    throw;
+  }
+}
+
+/// What is left of it has a name that says so. No failure: the checkpoint that matters is in its place.
+void throw_away(const std::filesystem::path& path, const std::filesystem::path& trash) {
+  std::error_code ignored;
+  std::filesystem::rename(path, trash, ignored);
+  if (!ignored) std::filesystem::remove_all(trash, ignored);
 }
 
 std::string boot_id() {
@@ -47,7 +94,7 @@ Publication::Publication(const std::filesystem::path& target, const std::string&
 }
 
 std::filesystem::path Publication::hidden(const char* kind) const {
-  return target_.parent_path() / fmt::format(".{}.{}-{}", target_.filename().string(), kind, save_id_);
+  return hidden_name(target_, kind, save_id_);
 }
 
 void Publication::prepare(bool overwrites) const {
@@ -81,24 +128,32 @@ void Publication::note_owner() const {
 }
 
 void Publication::publish(bool overwrites) const {
-  const std::filesystem::path parent = target_.has_parent_path() ? target_.parent_path() : ".";
+  const std::filesystem::path parent = parent_of(target_);
   remove_file(partial_ / "owner");
   sync_directory(partial_);
   std::error_code ignored;
   if (!overwrites || !std::filesystem::exists(target_, ignored)) {
     rename_to_new(partial_, target_);
-    sync_directory(parent);
+    or_undo([&] { sync_directory(parent); }, [&] { rename_to_new(target_, partial_); });
     return;
   }
-  const std::filesystem::path old = hidden("old");
   if (exchange(partial_, target_)) {
-    rename_to_new(partial_, old);
-  } else {
-    rename_to_new(target_, old);
-    rename_to_new(partial_, target_);
+    or_undo([&] { sync_directory(parent); }, [&] { (void)exchange(partial_, target_); });
+    throw_away(partial_, hidden("trash"));
+    return;
   }
-  sync_directory(parent);
-  remove_checkpoint(old, save_id_);
+  // What a replacement left that ended before it had cleared up: the next interruption must not bring it back.
+  for (const std::string& stale : replacements(target_))
+    throw_away(hidden_name(target_, "old", stale), hidden_name(target_, "trash", stale));
+  const std::filesystem::path old = hidden("old");
+  rename_to_new(target_, old);
+  or_undo(
+      [&] {
+        rename_to_new(partial_, target_);
+        or_undo([&] { sync_directory(parent); }, [&] { rename_to_new(target_, partial_); });
+      },
+      [&] { rename_to_new(old, target_); });
+  throw_away(old, hidden("trash"));
 }
 
 void Publication::discard() const noexcept {
@@ -109,19 +164,13 @@ void Publication::discard() const noexcept {
 void restore_replaced(const std::filesystem::path& target) {
   std::error_code error;
   if (std::filesystem::exists(std::filesystem::symlink_status(target, error))) return;
-  const std::string prefix = fmt::format(".{}.old-", target.filename().string());
-  const std::filesystem::path parent = target.has_parent_path() ? target.parent_path() : ".";
-  for (const auto& entry : std::filesystem::directory_iterator(parent, error)) {
-    if (!entry.path().filename().string().starts_with(prefix)) continue;
-    std::filesystem::rename(entry.path(), target, error);  // another rank may have been faster
-    return;
-  }
+  const std::vector<std::string> ids = replacements(target);
+  if (!ids.empty())
+    std::filesystem::rename(hidden_name(target, "old", ids.front()), target, error);  // another rank may be faster
 }
 
 void remove_checkpoint(const std::filesystem::path& checkpoint, const std::string& id) {
-  std::string leaf = checkpoint.filename().string();
-  if (!leaf.starts_with('.')) leaf = "." + leaf;
-  const std::filesystem::path trash = checkpoint.parent_path() / fmt::format("{}.trash-{}", leaf, id);
+  const std::filesystem::path trash = hidden_name(checkpoint, "trash", id);
   rename_to_new(checkpoint, trash);
   std::error_code ignored;  // what is left is trash
   std::filesystem::remove_all(trash, ignored);
