@@ -118,7 +118,7 @@ void File::close() {
 }
 
 bool make_directory(const std::filesystem::path& path) {
-  if (::mkdir(path.c_str(), 0777) == 0) return true;
+  if (retry_interrupted([&] { return ::mkdir(path.c_str(), 0777); }) == 0) return true;
   if (errno != EEXIST) fail("making directory", path, errno);
   return false;
 }
@@ -147,7 +147,7 @@ bool exchange(const std::filesystem::path& a, const std::filesystem::path& b) {
 }
 
 void remove_file(const std::filesystem::path& path) {
-  if (::unlink(path.c_str()) != 0) fail("removing", path, errno);
+  if (retry_interrupted([&] { return ::unlink(path.c_str()); }) != 0) fail("removing", path, errno);
 }
 
 }  // namespace fsdp2::checkpoint

@@ -4,10 +4,11 @@
 
 #include <fmt/format.h>
 #include <hdf5.h>
-#include <unistd.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 
@@ -64,13 +65,31 @@ std::string last_error() {
   return text.empty() ? "no reason given" : text;
 }
 
-/// Passes a result of HDF5 through, or throws ErrorType where it is negative.
+/// The errno with which a system call of HDF5's failed, as the innermost error on its stack tells; 0 if none did.
+int system_error() {
+  int found = 0;
+  H5Ewalk2(
+      H5E_DEFAULT, H5E_WALK_UPWARD,
+      [](unsigned index, const H5E_error2_t* error, void* data) -> herr_t {
+        if (index != 0 || error->desc == nullptr || error->func_name == nullptr) return 0;
+        const char* text = std::strstr(error->desc, "errno = ");
+        if (text != nullptr && std::string_view(error->func_name).starts_with("H5FD_"))
+          *static_cast<int*>(data) = std::atoi(text + std::strlen("errno = "));
+        return 0;
+      },
+      &found);
+  return found;
+}
+
+/// Passes a result of HDF5 through, or throws ErrorType where it is negative; IoError where the system is to blame: a
+/// file that cannot be read now is not a damaged one.
 template <class ErrorType, class Result>
 Result check(Result result, std::string_view call, const std::filesystem::path& path, std::string_view object = "") {
-  if (result < 0)
-    throw ErrorType(
-        fmt::format("{} on {}{}{} failed: {}", call, path.string(), object.empty() ? "" : ":", object, last_error()));
-  return result;
+  if (result >= 0) return result;
+  const std::string message =
+      fmt::format("{} on {}{}{} failed: {}", call, path.string(), object.empty() ? "" : ":", object, last_error());
+  if (system_error() != 0) throw IoError(message);
+  throw ErrorType(message);
 }
 
 TypeId small_float(std::size_t mantissa_bits, std::size_t exponent_bits, std::size_t bias) {
@@ -145,29 +164,19 @@ SpaceId simple_space(const Shape& shape) {
   return SpaceId(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr));
 }
 
-/// A scratch file in shared memory that is gone when this object is: HDF5 must write its structure somewhere, and
-/// cannot into a descriptor without a name.
+/// A sparse file in memory: HDF5 must write its structure somewhere. It has no place in any file system, so a killed
+/// process leaves nothing, and a full /dev/shm matters to nobody: HDF5 1.10 crashes at exit after a failed close.
 class ScratchFile {
  public:
-  ScratchFile() {
-    std::error_code ignored;
-    const std::filesystem::path shared_memory = "/dev/shm";
-    const std::filesystem::path folder =
-        std::filesystem::is_directory(shared_memory, ignored) ? shared_memory : std::filesystem::temp_directory_path();
-    std::string name = (folder / "fsdp2-skeleton-XXXXXX").string();
-    const UniqueHandle<DescriptorTraits> descriptor(::mkstemp(name.data()));
-    if (!descriptor.is_valid())
-      throw IoError(fmt::format("making a scratch file {} failed: {} (errno {})", name, std::strerror(errno), errno));
-    path_ = name;
-  }
-  ScratchFile(const ScratchFile&) = delete;
-  ScratchFile& operator=(const ScratchFile&) = delete;
-  ~ScratchFile() {
-    if (!path_.empty()) ::unlink(path_.c_str());
+  ScratchFile() : descriptor_(::memfd_create("fsdp2-skeleton", MFD_CLOEXEC)) {
+    if (!descriptor_.is_valid())
+      throw IoError(fmt::format("making a scratch file in memory failed: {} (errno {})", std::strerror(errno), errno));
+    path_ = fmt::format("/proc/self/fd/{}", descriptor_.get());
   }
   const std::filesystem::path& path() const { return path_; }
 
  private:
+  UniqueHandle<DescriptorTraits> descriptor_;
   std::filesystem::path path_;
 };
 
@@ -293,7 +302,7 @@ Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, cons
   const ScratchFile scratch;
   const std::filesystem::path& path = scratch.path();
   const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));
-  check<IoError>(H5Pset_fapl_sec2(access.get()), "H5Pset_fapl_sec2", path);
+  check<IoError>(H5Pset_fapl_stdio(access.get()), "H5Pset_fapl_stdio", path);
   check<IoError>(H5Pset_libver_bounds(access.get(), H5F_LIBVER_V110, H5F_LIBVER_V110), "H5Pset_libver_bounds", path);
   constexpr hsize_t page = 4096;
   check<IoError>(H5Pset_alignment(access.get(), page, page), "H5Pset_alignment", path);
@@ -362,8 +371,9 @@ Hdf5Structure::Hdf5Structure(const std::filesystem::path& path) : path_(path), f
   const QuietErrors quiet;
   const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));
   check<IoError>(H5Pset_fapl_sec2(access.get()), "H5Pset_fapl_sec2", path);
-  file_ = UniqueHandle<Hdf5FileTraits>(
-      check<CorruptError>(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), "H5Fopen", path));
+  hid_t file = H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get());
+  while (file < 0 && system_error() == EINTR) file = H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get());
+  file_ = UniqueHandle<Hdf5FileTraits>(check<CorruptError>(file, "H5Fopen", path));
 }
 
 std::optional<DatasetPlace> Hdf5Structure::find(const std::string& dataset, DType type, std::size_t dimensions) const {

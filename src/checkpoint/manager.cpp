@@ -100,7 +100,7 @@ PruneReport prune(const std::filesystem::path& root, const Retention& retention,
     if (hidden.kind == "old" && checkpoint::is_replacement_interrupted(hidden)) {
       if (!dry_run) checkpoint::restore_replaced(hidden.target);
     } else if (hidden.kind != "partial" || all_partials || checkpoint::is_owner_dead(hidden.path)) {
-      if (!dry_run) checkpoint::remove_checkpoint(hidden.path, hidden.save_id);
+      if (!dry_run) checkpoint::remove_hidden(hidden);
       report.leftovers.push_back(hidden.path);
     }
   }

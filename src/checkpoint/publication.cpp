@@ -26,6 +26,45 @@ std::filesystem::path without_trailing_slash(const std::filesystem::path& path) 
   return normal.has_filename() ? normal : normal.parent_path();
 }
 
+std::filesystem::path parent_of(const std::filesystem::path& path) {
+  return path.has_parent_path() ? path.parent_path() : ".";
+}
+
+std::filesystem::path hidden_name(const std::filesystem::path& target, const char* kind, const std::string& id) {
+  return target.parent_path() / fmt::format(".{}.{}-{}", target.filename().string(), kind, id);
+}
+
+/// What was moved aside to replace the target.
+std::vector<HiddenDirectory> replaced(const std::filesystem::path& target) {
+  std::vector<HiddenDirectory> found = hidden_directories(parent_of(target));
+  std::erase_if(found, [&](const HiddenDirectory& hidden) {
+    return hidden.kind != "old" || hidden.target.filename() != target.filename();
+  });
+  return found;
+}
+
+/// Runs `body`, and after a failure `undo`: a publication that failed must not be seen.
+template <class Body, class Undo>
+void or_undo(Body&& body, Undo&& undo) {
+  try {
+    body();
+  } catch (const IoError& error) {
+    try {
+      undo();
+    } catch (const IoError& second) {
+      throw IoError(fmt::format("{}; taking it back failed too: {}", error.what(), second.what()));
+    }
+    throw;
+  }
+}
+
+/// What is left of it has a name that says so. No failure: the checkpoint that matters is in its place.
+void throw_away(const std::filesystem::path& path, const std::filesystem::path& trash) {
+  std::error_code ignored;
+  std::filesystem::rename(path, trash, ignored);
+  if (!ignored) std::filesystem::remove_all(trash, ignored);
+}
+
 std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -57,7 +96,7 @@ Publication::Publication(const std::filesystem::path& target, const std::string&
 }
 
 std::filesystem::path Publication::hidden(const char* kind) const {
-  return target_.parent_path() / fmt::format(".{}.{}-{}", target_.filename().string(), kind, save_id_);
+  return hidden_name(target_, kind, save_id_);
 }
 
 void Publication::prepare(bool overwrites) const {
@@ -89,24 +128,31 @@ void Publication::note_owner() const {
 }
 
 void Publication::publish(bool overwrites) const {
-  const std::filesystem::path parent = target_.has_parent_path() ? target_.parent_path() : ".";
+  const std::filesystem::path parent = parent_of(target_);
   remove_file(partial_ / "owner");
   sync_directory(partial_);
   std::error_code ignored;
   if (!overwrites || !std::filesystem::exists(target_, ignored)) {
     rename_to_new(partial_, target_);
-    sync_directory(parent);
+    or_undo([&] { sync_directory(parent); }, [&] { rename_to_new(target_, partial_); });
     return;
   }
-  const std::filesystem::path old = hidden("old");
   if (exchange(partial_, target_)) {
-    rename_to_new(partial_, old);
-  } else {
-    rename_to_new(target_, old);
-    rename_to_new(partial_, target_);
+    or_undo([&] { sync_directory(parent); }, [&] { (void)exchange(partial_, target_); });
+    throw_away(partial_, hidden("trash"));
+    return;
   }
-  sync_directory(parent);
-  remove_checkpoint(old, save_id_);
+  // What a replacement left that ended before it had cleared up: the next interruption must not bring it back.
+  for (const HiddenDirectory& stale : replaced(target_)) remove_hidden(stale);
+  const std::filesystem::path old = hidden("old");
+  rename_to_new(target_, old);
+  or_undo(
+      [&] {
+        rename_to_new(partial_, target_);
+        or_undo([&] { sync_directory(parent); }, [&] { rename_to_new(target_, partial_); });
+      },
+      [&] { rename_to_new(old, target_); });
+  throw_away(old, hidden("trash"));
 }
 
 void Publication::discard() const noexcept {
@@ -118,7 +164,7 @@ std::vector<HiddenDirectory> hidden_directories(const std::filesystem::path& par
   std::vector<HiddenDirectory> found;
   std::error_code error;
   if (!std::filesystem::exists(parent, error)) return found;
-  constexpr std::size_t id_digits = 32;
+  constexpr std::size_t id_digits = 32;  // and nothing after them
   try {
     for (const auto& entry : std::filesystem::directory_iterator(parent)) {
       const std::string name = entry.path().filename().string();
@@ -157,19 +203,18 @@ bool is_replacement_interrupted(const HiddenDirectory& old) {
 }
 
 void restore_replaced(const std::filesystem::path& target) {
-  const std::filesystem::path parent = target.has_parent_path() ? target.parent_path() : ".";
   std::error_code error;
-  for (const HiddenDirectory& hidden : hidden_directories(parent))
-    if (hidden.kind == "old" && hidden.target.filename() == target.filename() && is_replacement_interrupted(hidden)) {
-      std::filesystem::rename(hidden.path, target, error);  // another rank may have been faster
-      return;
-    }
+  const std::vector<HiddenDirectory> old = replaced(target);
+  if (!old.empty() && is_replacement_interrupted(old.front()))
+    std::filesystem::rename(old.front().path, target, error);  // another rank may be faster
+}
+
+void remove_hidden(const HiddenDirectory& hidden) {
+  throw_away(hidden.path, hidden_name(hidden.target, "trash", hidden.save_id));
 }
 
 void remove_checkpoint(const std::filesystem::path& checkpoint, const std::string& id) {
-  std::string leaf = checkpoint.filename().string();
-  if (!leaf.starts_with('.')) leaf = "." + leaf;
-  const std::filesystem::path trash = checkpoint.parent_path() / fmt::format("{}.trash-{}", leaf, id);
+  const std::filesystem::path trash = hidden_name(checkpoint, "trash", id);
   rename_to_new(checkpoint, trash);
   std::error_code ignored;  // what is left is trash
   std::filesystem::remove_all(trash, ignored);

@@ -50,6 +50,9 @@ bool is_owner_dead(const std::filesystem::path& partial);
 /// Whether an old checkpoint has no successor under its name.
 bool is_replacement_interrupted(const HiddenDirectory& old);
 
+/// Removes one, under a name that nobody loads. Best effort.
+void remove_hidden(const HiddenDirectory& hidden);
+
 /// Puts a checkpoint back whose replacement was interrupted when it had no name. Harmless otherwise; any rank may call
 /// it.
 void restore_replaced(const std::filesystem::path& target);

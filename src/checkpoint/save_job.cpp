@@ -205,9 +205,9 @@ void SaveJob::attempt(Body&& body) noexcept {
 
 void SaveJob::prepare(const StateDict& state) {
   std::optional<RankCounts> counts;
+  attempt([&] { group_ = group_files(*host_, options_); });  // first: ranks may communicate
   attempt([&] {
     if (state.require_current) state.require_current();
-    group_ = group_files(*host_, options_);
     publication_.emplace(target_, save_id_);
     Kokkos::fence();
     index_ = describe(state, options_, host_->size(), save_id_);

@@ -154,7 +154,7 @@ TEST(Checkpoint, OverwritingIsAskedForAndLeavesNothingBehind) {
   EXPECT_EQ(testing::names_in(scratch.path()), (std::vector<std::string>{"new", "step"}));
   MPI_Barrier(MPI_COMM_WORLD);
   // A replacement that was interrupted while nothing had the name: the next save of that name finds the old one.
-  if (world_rank() == 0) std::filesystem::rename(scratch / "step", scratch / ".step.old-0123");
+  if (world_rank() == 0) std::filesystem::rename(scratch / "step", scratch / (".step.old-" + std::string(32, '7')));
   MPI_Barrier(MPI_COMM_WORLD);
   EXPECT_THROW(save(scratch / "step", dict("fourth", true), {.sizes = small_blocks()}), IoError);
   EXPECT_EQ(read_index(scratch / "step").tensors[0].name, "second");

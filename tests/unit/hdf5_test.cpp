@@ -135,6 +135,17 @@ TEST(Skeleton, Hdf5ReadsWhatWasWrittenAtTheOffsets) {
 }
 
 /// What the numbers mean to HDF5: a value of each floating-point type.
+TEST(Skeleton, TakesNoSpaceForData) {
+  constexpr std::int64_t terabytes = std::int64_t{3} << 40;
+  const Skeleton skeleton =
+      build_skeleton({{"/data/u8", {DType::u8, {terabytes}}}, {"/data/u64", {DType::u64, {5}}}}, {}, some_attributes);
+  EXPECT_GT(skeleton.file_size, terabytes);
+  EXPECT_EQ(skeleton.places.at("/data/u8").bytes, terabytes);
+  std::size_t metadata = 0;
+  for (const auto& [offset, bytes] : skeleton.metadata) metadata += bytes.size();
+  EXPECT_LT(metadata, std::size_t{1} << 16);
+}
+
 TEST(Skeleton, StoredTypesHaveTheirValues) {
   const ScratchFolder scratch;
   const Skeleton skeleton = some_skeleton();

@@ -159,6 +159,47 @@ TEST(Publication, DoesNotReplaceWhatAppearedMeanwhile) {
   }
 }
 
+TEST(Publication, OverwritesWhenAsked) {
+  const ScratchFolder scratch;
+  prepared(scratch / "step-1").publish();
+  const Publication publication(scratch / "step-1", std::string(32, 'f'));
+  publication.prepare(true);
+  publication.note_owner();
+  write_text(publication.partial() / "file", "new");
+  publication.publish(true);
+  EXPECT_EQ(names_in(scratch.path()), Names{"step-1"});
+  EXPECT_EQ(read_text(scratch / "step-1" / "file"), "new");
+}
+
+/// What an interrupted replacement left under a hidden name comes back; nothing else does.
+TEST(Publication, RestoresWhatWasReplaced) {
+  const ScratchFolder scratch;
+  const Names others = {".step-1.old-" + save_id + ".trash-" + save_id, ".step-1.old-er.partial-" + save_id,
+                        ".step-1.old-" + save_id + "0", ".step-1.trash-" + save_id};
+  for (const std::string& name : others) fs::create_directory(scratch / name);
+  restore_replaced(scratch / "step-1");
+  EXPECT_FALSE(fs::exists(scratch / "step-1"));
+  fs::create_directory(scratch / (".step-1.old-" + save_id));
+  write_text(scratch / (".step-1.old-" + save_id) / "file", "mine");
+  EXPECT_THROW(prepared(scratch / "step-1"), IoError);
+  EXPECT_EQ(read_text(scratch / "step-1" / "file"), "mine");
+  for (const std::string& name : others) EXPECT_TRUE(fs::exists(scratch / name)) << name;
+}
+
+TEST(Publication, ThrowsAwayUnderANameThatIsNotRestored) {
+  const ScratchFolder scratch;
+  prepared(scratch / "step-1").publish();
+  // Non-empty, so that nothing can be renamed to it.
+  const fs::path trash = scratch / (".step-1.trash-" + save_id);
+  fs::create_directory(trash);
+  write_text(trash / "file", "");
+  EXPECT_THROW(remove_checkpoint(scratch / "step-1", save_id), IoError);
+  EXPECT_EQ(names_in(scratch.path()), (Names{trash.filename().string(), "step-1"}));
+  fs::remove_all(trash);
+  remove_checkpoint(scratch / "step-1", save_id);
+  EXPECT_EQ(names_in(scratch.path()), Names{});
+}
+
 TEST(Publication, DiscardLeavesNothing) {
   const ScratchFolder scratch;
   const Publication publication = prepared(scratch / "step-1");

@@ -42,9 +42,9 @@ struct SaveOptions {
 /// Collective over all ranks of the dict's meshes, with the same keys, specs and options. Every rank plans and writes
 /// its part alone: no communication until all bytes are on stable storage, then one agreement on status and digests,
 /// and one on publication. Waits for all device work first; the tensors may be written again when it returns. Either
-/// `target` is a complete, durable checkpoint afterwards, or every rank throws the same error and there is nothing of
-/// that name: ConfigError for what cannot be saved (no tensors, a Partial placement, an empty name), MismatchError
-/// where ranks disagree, IoError where the file system fails.
+/// `target` is a complete, durable checkpoint afterwards, or every rank throws the same error and that name is as it was
+/// before: ConfigError for what cannot be saved (no tensors, a Partial placement, an empty name), MismatchError where
+/// ranks disagree, IoError where the file system fails.
 void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options = {});
 
 /// Saves while the program goes on. A save begins with a copy of this rank's part to host memory, of the same size and
