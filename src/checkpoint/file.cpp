@@ -55,7 +55,8 @@ File File::create(const std::filesystem::path& path) {
 }
 
 File File::open(const std::filesystem::path& path) {
-  const int descriptor = retry_interrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
+  // A pipe in the place of a file would else be waited for; regular files do not know the difference.
+  const int descriptor = retry_interrupted([&] { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); });
   if (descriptor < 0) fail("opening", path, errno);
   return File(path, descriptor);
 }

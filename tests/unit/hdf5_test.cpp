@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <hdf5.h>
+#include <sys/stat.h>
 
 #include <array>
 #include <functional>
@@ -220,6 +221,8 @@ TEST(Hdf5Structure, RefusesDamagedFilesBeforeHdf5SeesThem) {
   expect_bytes_refused(shifted, "signature");
   expect_refused<IoError>([&] { const Hdf5Structure structure(scratch / "absent.h5"); }, "absent.h5");
   expect_refused<IoError>([&] { const Hdf5Structure structure(scratch.path()); }, "not a regular file");
+  good(::mkfifo((scratch / "pipe.h5").c_str(), 0600));  // nobody will ever write to it
+  expect_refused<IoError>([&] { const Hdf5Structure structure(scratch / "pipe.h5"); }, "not a regular file");
 }
 
 hid_t create_file(const fs::path& path, H5F_libver_t version = H5F_LIBVER_V110) {
