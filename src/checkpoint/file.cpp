@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <new>
 
 #include "fsdp2/error.hpp"
 
@@ -116,6 +117,14 @@ void File::sync() {
 void File::close() {
   // Linux closes the descriptor even when close is interrupted: it must not be closed again.
   if (::close(descriptor_.detach()) != 0 && errno != EINTR) fail("closing", path_, errno);
+}
+
+std::vector<std::byte> buffer_for(const std::filesystem::path& path, std::int64_t bytes) {
+  try {
+    return std::vector<std::byte>(static_cast<std::size_t>(bytes));
+  } catch (const std::bad_alloc&) {
+    throw IoError(fmt::format("reading {}: there is no memory for {} bytes of it", path.string(), bytes));
+  }
 }
 
 bool make_directory(const std::filesystem::path& path) {

@@ -466,11 +466,21 @@ CheckpointIndex read_index(const std::filesystem::path& directory) {
   if (header.size() != header_fields)
     throw CorruptError(
         fmt::format("{}:/header has {} fields: expected {}", path.string(), header.size(), header_fields));
+  // Each dataset lies in the file; that all of them do bounds the memory that they take.
+  std::int64_t bytes = 0;
+  std::vector<DatasetPlace> places;
+  for (const ColumnSpec& spec : index_columns) {
+    places.push_back(structure.require(spec.path, spec.type, spec.dimensions));
+    bytes = checked_add(bytes, places.back().bytes);
+  }
+  if (bytes > structure.file_size())
+    throw CorruptError(
+        fmt::format("{} has {} bytes, but its datasets {}: they overlap", path.string(), structure.file_size(), bytes));
   Columns columns;
-  for (const ColumnSpec& spec : index_columns)
-    columns[spec.path] = read_column(file, structure, spec.path, spec.type, spec.dimensions);
-  const Column check = read_column(file, structure, "/check", DType::u64);
-  if (check.size() != 1 || check.u64(0) != check_of(columns))
+  for (std::size_t i = 0; i < places.size(); ++i)
+    columns[index_columns[i].path] = read_column(file, places[i], index_columns[i].type);
+  const Column check = read_column(file, structure, "/check", DType::u64, Shape{1});
+  if (check.u64(0) != check_of(columns))
     throw CorruptError(
         fmt::format("{} contradicts its /check digest: it was damaged after it was written", path.string()));
   return IndexDecoder(columns, path).decode();

@@ -31,6 +31,16 @@ Result good(Result result) {
   return result;
 }
 
+template <class ErrorType = CorruptError>
+void expect_refused(const std::function<void()>& call, const std::string& part) {
+  try {
+    call();
+    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
+  } catch (const ErrorType& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
 /// ---- Skeletons ----
 
 std::map<std::string, DatasetSpec> some_datasets() {
@@ -160,6 +170,13 @@ TEST(Skeleton, StoredTypesHaveTheirValues) {
   good(H5Fclose(file));
 }
 
+TEST(File, WhatFitsInNoMemoryIsATypedError) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer ends the process instead";
+#endif
+  expect_refused<IoError>([] { (void)buffer_for("file.h5", std::int64_t{1} << 62); }, "file.h5");
+}
+
 /// ---- Structures ----
 
 TEST(Hdf5Structure, FindsThePlacesOfASkeleton) {
@@ -178,16 +195,6 @@ TEST(Hdf5Structure, FindsThePlacesOfASkeleton) {
   EXPECT_FALSE(structure.find("/absent/below", DType::u8, 1));
   EXPECT_FALSE(structure.find("/data/absent", DType::u8, 1));
   EXPECT_THROW(structure.require("/absent", DType::u8, 1), CorruptError);
-}
-
-template <class ErrorType = CorruptError>
-void expect_refused(const std::function<void()>& call, const std::string& part) {
-  try {
-    call();
-    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
-  } catch (const ErrorType& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
 }
 
 void expect_file_refused(const fs::path& path, const std::string& part) {
