@@ -414,6 +414,10 @@ Columns encode_index(const CheckpointIndex& index) {
   return columns;
 }
 
+CheckpointIndex decode_index(const Columns& columns, const std::filesystem::path& path) {
+  return IndexDecoder(columns, path).decode();
+}
+
 std::uint64_t check_of(const Columns& columns) {
   CheckDigest digest;
   for (const auto& [path, values] : columns) digest.add(values.bytes);
@@ -483,7 +487,7 @@ CheckpointIndex read_index(const std::filesystem::path& directory) {
   if (check.u64(0) != check_of(columns))
     throw CorruptError(
         fmt::format("{} contradicts its /check digest: it was damaged after it was written", path.string()));
-  return IndexDecoder(columns, path).decode();
+  return decode_index(columns, path);
 }
 
 }  // namespace fsdp2
