@@ -172,7 +172,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   return 0;
 }
 
-#ifndef FSDP2_FUZZER_DRIVER
+#ifndef FSDP2_LIBFUZZER
 int main(int argc, char** argv) {
   const bool is_long = std::getenv("FSDP2_TEST_LONG") != nullptr;
   const std::uint64_t first = argc == 3 ? std::strtoull(argv[1], nullptr, 10) : 0;
