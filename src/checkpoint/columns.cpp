@@ -57,15 +57,27 @@ void CheckDigest::add(std::span<const std::byte> bytes) {
   crc_ = crc64(bytes, crc_);
 }
 
-Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
-                   std::size_t dimensions) {
-  const DatasetPlace place = structure.require(path, type, dimensions);
+Column read_column(const File& file, const DatasetPlace& place, DType type) {
   Column column;
   column.type = type;
   column.shape = place.shape;
-  column.bytes.resize(static_cast<std::size_t>(place.bytes));
+  column.bytes = buffer_for(file.path(), place.bytes);
   file.read(column.bytes, place.offset);
   return column;
+}
+
+Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
+                   std::size_t dimensions) {
+  return read_column(file, structure.require(path, type, dimensions), type);
+}
+
+Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
+                   const Shape& expected) {
+  const DatasetPlace place = structure.require(path, type, expected.size());
+  if (place.shape != expected)
+    throw CorruptError(fmt::format("{}:{} has another shape than expected: {}, not {}", file.path().string(), path,
+                                   to_string(place.shape), to_string(expected)));
+  return read_column(file, place, type);
 }
 
 void check_pointers(const Column& pointers, std::size_t lists, std::size_t length, const std::string& what) {

@@ -68,9 +68,14 @@ class CheckDigest {
   std::uint64_t crc_ = 0;
 };
 
-/// Reads a dataset of a file whole.
+/// Reads a dataset whole from its place in a file.
+Column read_column(const File& file, const DatasetPlace& place, DType type);
+/// The same by its path.
 Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
                    std::size_t dimensions = 1);
+/// The same for one whose shape is known. Throws CorruptError unless it has it, before anything is read or allocated.
+Column read_column(const File& file, const Hdf5Structure& structure, const std::string& path, DType type,
+                   const Shape& expected);
 
 /// Throws CorruptError unless `pointers` has lists + 1 entries, begins with 0, never descends and ends with `length`.
 void check_pointers(const Column& pointers, std::size_t lists, std::size_t length, const std::string& what);

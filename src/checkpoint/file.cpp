@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <new>
 
 #include "fsdp2/error.hpp"
 
@@ -55,7 +56,8 @@ File File::create(const std::filesystem::path& path) {
 }
 
 File File::open(const std::filesystem::path& path) {
-  const int descriptor = retry_interrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
+  // A pipe in the place of a file would else be waited for; regular files do not know the difference.
+  const int descriptor = retry_interrupted([&] { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); });
   if (descriptor < 0) fail("opening", path, errno);
   return File(path, descriptor);
 }
@@ -115,6 +117,14 @@ void File::sync() {
 void File::close() {
   // Linux closes the descriptor even when close is interrupted: it must not be closed again.
   if (::close(descriptor_.detach()) != 0 && errno != EINTR) fail("closing", path_, errno);
+}
+
+std::vector<std::byte> buffer_for(const std::filesystem::path& path, std::int64_t bytes) {
+  try {
+    return std::vector<std::byte>(static_cast<std::size_t>(bytes));
+  } catch (const std::bad_alloc&) {
+    throw IoError(fmt::format("reading {}: there is no memory for {} bytes of it", path.string(), bytes));
+  }
 }
 
 bool make_directory(const std::filesystem::path& path) {

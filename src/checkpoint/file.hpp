@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "unique_handle.hpp"
 
@@ -45,6 +46,10 @@ class File {
   std::filesystem::path path_;
   UniqueHandle<DescriptorTraits> descriptor_;
 };
+
+/// Memory for bytes of a file. Throws IoError, which names it, where there is not so much: a hole in a file costs its
+/// writer nothing.
+std::vector<std::byte> buffer_for(const std::filesystem::path& path, std::int64_t bytes);
 
 /// Makes one directory; true if it is new. Its parent must exist.
 bool make_directory(const std::filesystem::path& path);

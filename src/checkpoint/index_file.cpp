@@ -195,9 +195,10 @@ class IndexDecoder {
     const std::size_t meshes = bounded(header.u64(10), at("/mesh/axis_ptr").size(), "number of meshes");
     index.library = at("/library").text();
     index.metadata = at("/metadata").text();
+    // In this order, what the next step copies per rank or axis is bounded by what the file itself has per rank.
+    decode_files(files, index);
     decode_meshes(meshes, index);
     decode_tensors(tensors, index);
-    decode_files(files, index);
     try {
       validate(index);
     } catch (const Error& error) {
@@ -256,6 +257,10 @@ class IndexDecoder {
       } catch (const Error& error) {
         refuse(error.what());
       }
+      const MeshEntry& mesh = index.meshes.back();
+      if (mesh.spec.size() > index.world_size)
+        refuse(fmt::format("mesh \"{}\" ({}) has rank {}, but the world has {} ranks", mesh.name, mesh.spec.to_string(),
+                           mesh.spec.size() - 1, index.world_size));
     }
   }
 
@@ -278,17 +283,24 @@ class IndexDecoder {
       const auto [first_dim, last_dim] = list("/table/shape_ptr", t);
       for (std::size_t d = first_dim; d < last_dim; ++d) tensor.spec.shape.push_back(at("/table/shape").i64(d));
       tensor.mesh = static_cast<std::size_t>(at("/table/mesh").u64(t));
+      if (tensor.mesh >= index.meshes.size())
+        refuse(fmt::format("tensor \"{}\" lies on mesh {}, but there are {}", tensor.name, tensor.mesh,
+                           index.meshes.size()));
+      const MeshSpec& mesh = index.meshes[tensor.mesh].spec;
       tensor.digest = at("/table/digest").u64(t);
       const auto [first, last] = list("/table/placement_ptr", t);
+      if (last - first != mesh.dimensions())
+        refuse(fmt::format("tensor \"{}\" has {} placements, but mesh {} has {} axes", tensor.name, last - first,
+                           mesh.to_string(), mesh.dimensions()));
       for (std::size_t p = first; p < last; ++p) {
-        tensor.spec.placements.push_back(decode_placement(p, ragged));
+        tensor.spec.placements.push_back(decode_placement(p, ragged, mesh.axes()[p - first].size));
         tensor.spec.split_order.push_back(at("/table/split_order").i64(p));
       }
       index.tensors.push_back(std::move(tensor));
     }
   }
 
-  Placement decode_placement(std::size_t p, std::size_t ragged) const {
+  Placement decode_placement(std::size_t p, std::size_t ragged, std::int64_t ranks) const {
     const std::int64_t dim = at("/table/placement_dim").i64(p);
     switch (static_cast<PlacementKind>(at("/table/placement_kind").u8(p))) {
       case PlacementKind::replicate:
@@ -300,6 +312,11 @@ class IndexDecoder {
         if (row >= ragged) refuse(fmt::format("ragged bounds {} do not exist: there are {}", row, ragged));
         Ragged placement{dim, {}};
         const auto [first, last] = list("/ragged/bounds_ptr", static_cast<std::size_t>(row));
+        // Any number of tensors may name the same list: it is not copied for them before its length is known to be
+        // right.
+        if (last - first != static_cast<std::size_t>(ranks) + 1)
+          refuse(fmt::format("ragged bounds {} have {} numbers: expected one more than their axis has ranks ({})", row,
+                             last - first, ranks));
         for (std::size_t b = first; b < last; ++b) placement.bounds.push_back(at("/ragged/bounds").i64(b));
         return placement;
       }
@@ -311,8 +328,10 @@ class IndexDecoder {
     lists("/files/rank_ptr", count, at("/files/ranks").size());
     length("/files/size", count);
     std::set<std::int64_t> seen;
+    std::int64_t total = 0;
     for (std::size_t f = 0; f < count; ++f) {
       FileEntry file{positive(at("/files/size").u64(f), "file size"), {}};
+      if (__builtin_add_overflow(total, file.size, &total)) refuse("the file sizes add up to more than 64 bits");
       const auto [first, last] = list("/files/rank_ptr", f);
       for (std::size_t r = first; r < last; ++r) file.ranks.push_back(at("/files/ranks").i64(r));
       seen.insert(file.ranks.begin(), file.ranks.end());
@@ -395,6 +414,10 @@ Columns encode_index(const CheckpointIndex& index) {
   return columns;
 }
 
+CheckpointIndex decode_index(const Columns& columns, const std::filesystem::path& path) {
+  return IndexDecoder(columns, path).decode();
+}
+
 std::uint64_t check_of(const Columns& columns) {
   CheckDigest digest;
   for (const auto& [path, values] : columns) digest.add(values.bytes);
@@ -447,14 +470,24 @@ CheckpointIndex read_index(const std::filesystem::path& directory) {
   if (header.size() != header_fields)
     throw CorruptError(
         fmt::format("{}:/header has {} fields: expected {}", path.string(), header.size(), header_fields));
+  // Each dataset lies in the file; that all of them do bounds the memory that they take.
+  std::int64_t bytes = 0;
+  std::vector<DatasetPlace> places;
+  for (const ColumnSpec& spec : index_columns) {
+    places.push_back(structure.require(spec.path, spec.type, spec.dimensions));
+    bytes = checked_add(bytes, places.back().bytes);
+  }
+  if (bytes > structure.file_size())
+    throw CorruptError(
+        fmt::format("{} has {} bytes, but its datasets {}: they overlap", path.string(), structure.file_size(), bytes));
   Columns columns;
-  for (const ColumnSpec& spec : index_columns)
-    columns[spec.path] = read_column(file, structure, spec.path, spec.type, spec.dimensions);
-  const Column check = read_column(file, structure, "/check", DType::u64);
-  if (check.size() != 1 || check.u64(0) != check_of(columns))
+  for (std::size_t i = 0; i < places.size(); ++i)
+    columns[index_columns[i].path] = read_column(file, places[i], index_columns[i].type);
+  const Column check = read_column(file, structure, "/check", DType::u64, Shape{1});
+  if (check.u64(0) != check_of(columns))
     throw CorruptError(
         fmt::format("{} contradicts its /check digest: it was damaged after it was written", path.string()));
-  return IndexDecoder(columns, path).decode();
+  return decode_index(columns, path);
 }
 
 }  // namespace fsdp2

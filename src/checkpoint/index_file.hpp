@@ -14,6 +14,10 @@ inline constexpr std::uint64_t format_version = 1;
 /// The index as columns, without /check: FORMAT.md §8.
 Columns encode_index(const CheckpointIndex& index);
 
+/// The inverse, which trusts nothing but that all columns are there, with their types: CorruptError, which names
+/// `path`, where they contradict each other.
+CheckpointIndex decode_index(const Columns& columns, const std::filesystem::path& path);
+
 /// The CRC that goes into /check.
 std::uint64_t check_of(const Columns& columns);
 

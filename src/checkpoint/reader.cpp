@@ -136,7 +136,7 @@ void CheckpointReader::read_arena(std::size_t file_number, DType dtype, std::spa
   const ShardTables& tables = shard(file_number);
   const File file = File::open(tables.path);
   const std::int64_t block_bytes = index_.sizes.block_bytes;
-  std::vector<std::byte> block(static_cast<std::size_t>(block_bytes));
+  std::vector<std::byte> block = buffer_for(tables.path, block_bytes);
   std::int64_t loaded = -1;
   const auto is_later = [](const Source* a, const Source* b) { return a->position() > b->position(); };
   std::priority_queue<Source*, std::vector<Source*>, decltype(is_later)> next(is_later);

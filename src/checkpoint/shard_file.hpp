@@ -85,7 +85,7 @@ inline constexpr std::size_t rank_fields = 9 + 3 * std::size(all_dtypes);
 /// A shard file that has proved itself: what is needed to take tensor bytes out of it.
 struct ShardTables {
   std::filesystem::path path;
-  PerDType<std::int64_t> arena_offset;              ///< in the file
+  PerDType<std::int64_t> arena_offset{};            ///< in the file; 0 where there is none
   PerDType<std::vector<std::uint64_t>> block_crcs;  ///< by arena block
   std::vector<std::vector<std::uint64_t>> digests;  ///< by rank of the file, by piece: contributions
   std::vector<RankLocalValues> rank_local;          ///< by rank of the file

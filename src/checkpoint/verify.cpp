@@ -25,7 +25,7 @@ std::vector<std::uint64_t> read_rank(CheckpointReader& reader, const ShardTables
   for (const DType dtype : all_dtypes) {
     const Segment& segment = index.segments[static_cast<std::size_t>(rank)][dtype];
     if (segment.length == 0) continue;
-    block.resize(static_cast<std::size_t>(index.sizes.block_bytes));  // no more than the segment, thus than the file
+    if (block.empty()) block = buffer_for(shard.path, index.sizes.block_bytes);  // no more than the segment, or file
     SegmentDigest digest(index, plan, dtype);
     for (std::int64_t at = segment.start; at < segment.start + segment.length; at += index.sizes.block_bytes) {
       file.read(block, shard.arena_offset[dtype] + at);

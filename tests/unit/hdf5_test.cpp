@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <hdf5.h>
+#include <sys/stat.h>
 
 #include <array>
 #include <functional>
@@ -28,6 +29,16 @@ template <class Result>
 Result good(Result result) {
   if (result < 0) throw std::runtime_error("an HDF5 call of the test failed");
   return result;
+}
+
+template <class ErrorType = CorruptError>
+void expect_refused(const std::function<void()>& call, const std::string& part) {
+  try {
+    call();
+    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
+  } catch (const ErrorType& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
 }
 
 /// ---- Skeletons ----
@@ -170,6 +181,13 @@ TEST(Skeleton, StoredTypesHaveTheirValues) {
   good(H5Fclose(file));
 }
 
+TEST(File, WhatFitsInNoMemoryIsATypedError) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer ends the process instead";
+#endif
+  expect_refused<IoError>([] { (void)buffer_for("file.h5", std::int64_t{1} << 62); }, "file.h5");
+}
+
 /// ---- Structures ----
 
 TEST(Hdf5Structure, FindsThePlacesOfASkeleton) {
@@ -188,16 +206,6 @@ TEST(Hdf5Structure, FindsThePlacesOfASkeleton) {
   EXPECT_FALSE(structure.find("/absent/below", DType::u8, 1));
   EXPECT_FALSE(structure.find("/data/absent", DType::u8, 1));
   EXPECT_THROW(structure.require("/absent", DType::u8, 1), CorruptError);
-}
-
-template <class ErrorType = CorruptError>
-void expect_refused(const std::function<void()>& call, const std::string& part) {
-  try {
-    call();
-    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
-  } catch (const ErrorType& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
 }
 
 void expect_file_refused(const fs::path& path, const std::string& part) {
@@ -231,6 +239,8 @@ TEST(Hdf5Structure, RefusesDamagedFilesBeforeHdf5SeesThem) {
   expect_bytes_refused(shifted, "signature");
   expect_refused<IoError>([&] { const Hdf5Structure structure(scratch / "absent.h5"); }, "absent.h5");
   expect_refused<IoError>([&] { const Hdf5Structure structure(scratch.path()); }, "not a regular file");
+  good(::mkfifo((scratch / "pipe.h5").c_str(), 0600));  // nobody will ever write to it
+  expect_refused<IoError>([&] { const Hdf5Structure structure(scratch / "pipe.h5"); }, "not a regular file");
 }
 
 hid_t create_file(const fs::path& path, H5F_libver_t version = H5F_LIBVER_V110) {

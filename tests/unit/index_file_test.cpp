@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "checkpoint/index_file.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cstdlib>
 #include <functional>
@@ -257,6 +259,11 @@ std::vector<Forgery> forgeries() {
       set("/files/size", 0, 0, "file size 0"),
       set("/files/size", 0, minus_one, "out of range"),
       set("/files/size", 0, 8192, "does not fit"),
+      {"sizes that nobody can add",
+       [](Columns& columns) {
+         for (const std::size_t f : {0, 1}) set_element(columns["/files/size"], f, huge);
+       },
+       "add up"},
       sized("/files/size", 3, "size"),
       set("/files/ranks", 0, 3, "ranks once"),
       set("/files/ranks", 2, 3, "ranks once"),
@@ -365,6 +372,26 @@ TEST(IndexFile, ForgeriesAreRefused) {
     EXPECT_NE(message.find(forgery.message), std::string::npos) << message;
     EXPECT_NE(message.find("index.h5"), std::string::npos) << message;
   }
+}
+
+/// A list of bounds as long as the file, which thousands of tensors name: 1.2 GB, if it were copied for each.
+TEST(IndexFile, LongBoundsAreNotCopiedForEveryTensor) {
+  const ScratchFolder scratch;
+  CheckpointIndex index = rich_index();
+  index.tensors.clear();
+  for (int t = 0; t < 3000; ++t)
+    index.tensors.push_back({fmt::format("{:04}", t), {DType::u8, {5}, {Ragged{0, {0, 5}}}, {0}}, 1, 0});
+  Columns columns = encode_index(index);
+  resize(columns["/ragged/bounds"], 50000);
+  set_element(columns["/ragged/bounds_ptr"], 1, 50000);
+  write_columns(scratch / "index.h5", columns);
+  struct rusage before {};
+  struct rusage after {};
+  ASSERT_EQ(::getrusage(RUSAGE_SELF, &before), 0);
+  const std::string message = error_of<CorruptError>([&] { read_index(scratch.path()); });
+  ASSERT_EQ(::getrusage(RUSAGE_SELF, &after), 0);
+  EXPECT_NE(message.find("50000 numbers"), std::string::npos) << message;
+  EXPECT_LT(after.ru_maxrss - before.ru_maxrss, 100 << 10);
 }
 
 TEST(IndexFile, NoNumberMakesTheDecoderOrThePlannerFail) {

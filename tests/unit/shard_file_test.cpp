@@ -203,8 +203,8 @@ TEST_F(ShardFile, ForgeriesAreRefused) {
       set("/table/bytes", 1, minus_one, "bytes"),
       set("/table/digest", 0, 1, "tensor \"big\" contributes"),
       set("/blocks/f32", 0, 1, "block 0 of the f32 data"),
-      sized("/blocks/f32", 1, "/blocks/f32 has 1 entries"),
-      sized("/blocks/f32", 0, "/blocks/f32 has 0 entries"),
+      sized("/blocks/f32", 1, "/blocks/f32 has another shape than expected: [1], not [4]"),
+      sized("/blocks/f32", 0, "/blocks/f32 has another shape than expected: [0], not [4]"),
       sized("/data/f32", 2048, "/data/f32 has 8192 bytes"),
       sized("/data/f32", 8192, "/data/f32 has 32768 bytes"),
       {"data of another type", [](Columns& columns) { columns["/data/f32"].type = DType::i32; },
@@ -244,6 +244,28 @@ TEST_F(ShardFile, CheckIsOverEverything) {
     index.files[1].size = size;
     write_index(scratch.path(), index);
     EXPECT_NE(problem().find("contradict their /check digest"), std::string::npos) << path << ": " << problem();
+  }
+}
+
+/// Tables in a hole of the file, which costs nothing on disk: nobody reads them, or makes room for them.
+TEST_F(ShardFile, TablesLargerThanForetoldAreNotRead) {
+  const std::int64_t hole = std::int64_t{1} << 38;
+  for (const char* path : {"/header", "/ranks", "/table/digest", "/table/name_bytes", "/blocks/f32", "/check"}) {
+    SCOPED_TRACE(path);
+    std::map<std::string, DatasetSpec> datasets;
+    for (const auto& [name, column] : honest) datasets[name] = {column.type, column.shape};
+    datasets["/check"] = {DType::u64, {1}};
+    datasets[path].shape.back() = hole / size_of(datasets[path].type);
+    const Skeleton skeleton = build_skeleton(datasets, {}, {});
+    fs::remove(scratch / shard_name(1));
+    File file = File::create(scratch / shard_name(1));
+    for (const auto& [offset, bytes] : skeleton.metadata) file.write(bytes, offset);
+    for (const auto& [name, column] : honest) file.write(column.bytes, skeleton.places.at(name).offset);
+    file.close();
+    fs::resize_file(scratch / shard_name(1), static_cast<std::uintmax_t>(skeleton.file_size));
+    index.files[1].size = skeleton.file_size;
+    write_index(scratch.path(), index);
+    EXPECT_NE(problem().find(path + std::string(" has another shape")), std::string::npos) << problem();
   }
 }
 
