@@ -82,7 +82,7 @@ void make(const std::filesystem::path& directory, std::uint64_t seed) {
   for (std::size_t f = 0; f < ranks_of_files.size(); ++f) {
     checkpoint::FilePlan file{f, ranks_of_files.size(), ranks_of_files[f], {}, 0};
     const auto local = [](std::int64_t rank) {
-      return checkpoint::RankLocal{{"rng", Bytes(static_cast<std::size_t>(40 + rank), std::byte{7})}};
+      return RankLocalValues{{"rng", Bytes(static_cast<std::size_t>(40 + rank), std::byte{7})}};
     };
     for (const std::int64_t rank : file.ranks)
       file.counts.push_back(checkpoint::count_rank(index, plan_rank(index, rank), local(rank)));
