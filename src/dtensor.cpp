@@ -10,7 +10,16 @@
 
 namespace fsdp2 {
 
-DTensor::DTensor() : spec_{DType::f32, {0}, {Replicate{}}, {}}, box_(Box::whole({0})) {}
+namespace {
+
+const DeviceMesh& placeholder_mesh() {
+  static const DeviceMesh mesh;
+  return mesh;
+}
+
+}  // namespace
+
+DTensor::DTensor() : spec_{DType::f32, {0}, {Replicate{}}, {}}, mesh_(placeholder_mesh()), box_(Box::whole({0})) {}
 
 DTensor DTensor::from_local(Tensor local, TensorSpec spec, DeviceMesh mesh) {
   validate(spec, mesh.spec(), "from_local");

@@ -14,7 +14,7 @@ namespace fsdp2 {
 /// communicates.
 class DTensor {
  public:
-  /// A placeholder: an empty f32 local tensor on a mesh of one rank.
+  /// A placeholder: an empty f32 local tensor on a mesh of one rank, which all placeholders share.
   DTensor();
 
   /// Takes this rank's part as it is. Throws ShapeError or ConfigError where the spec does not fit the mesh, or the

@@ -226,9 +226,10 @@ class IndexDecoder {
     if (at(path).size() != expected)
       refuse(fmt::format("{} has {} entries: expected {}", path, at(path).size(), expected));
   }
-  std::pair<std::size_t, std::size_t> list(const char* pointers, std::size_t i) const {
-    return {static_cast<std::size_t>(at(pointers).u64(i)), static_cast<std::size_t>(at(pointers).u64(i + 1))};
+  static std::pair<std::size_t, std::size_t> list(const Column& pointers, std::size_t i) {
+    return {static_cast<std::size_t>(pointers.u64(i)), static_cast<std::size_t>(pointers.u64(i + 1))};
   }
+  std::pair<std::size_t, std::size_t> list(const char* pointers, std::size_t i) const { return list(at(pointers), i); }
 
   void decode_meshes(std::size_t count, CheckpointIndex& index) const {
     const std::size_t axes = at("/mesh/axis_size").size();
@@ -274,27 +275,37 @@ class IndexDecoder {
     for (const char* path : {"/table/dtype", "/table/mesh", "/table/digest"}) length(path, count);
     for (const char* path : {"/table/placement_dim", "/table/placement_bounds", "/table/split_order"})
       length(path, placements);
+    // Found once: there may be very many tensors.
+    const Column& name_ptr = at("/table/name_ptr");
+    const Column& name_bytes = at("/table/name_bytes");
+    const Column& dtypes = at("/table/dtype");
+    const Column& shapes = at("/table/shape");
+    const Column& meshes = at("/table/mesh");
+    const Column& digests = at("/table/digest");
+    const Column& orders = at("/table/split_order");
+    const Column& shape_ptr = at("/table/shape_ptr");
+    const Column& placement_ptr = at("/table/placement_ptr");
     for (std::size_t t = 0; t < count; ++t) {
       TensorEntry tensor;
-      tensor.name = list_text(at("/table/name_ptr"), at("/table/name_bytes"), t);
-      const std::uint8_t dtype = at("/table/dtype").u8(t);
+      tensor.name = list_text(name_ptr, name_bytes, t);
+      const std::uint8_t dtype = dtypes.u8(t);
       if (!is_dtype(dtype)) refuse(fmt::format("tensor \"{}\" has unknown dtype code {}", tensor.name, dtype));
       tensor.spec.dtype = static_cast<DType>(dtype);
-      const auto [first_dim, last_dim] = list("/table/shape_ptr", t);
-      for (std::size_t d = first_dim; d < last_dim; ++d) tensor.spec.shape.push_back(at("/table/shape").i64(d));
-      tensor.mesh = static_cast<std::size_t>(at("/table/mesh").u64(t));
+      const auto [first_dim, last_dim] = list(shape_ptr, t);
+      for (std::size_t d = first_dim; d < last_dim; ++d) tensor.spec.shape.push_back(shapes.i64(d));
+      tensor.mesh = static_cast<std::size_t>(meshes.u64(t));
       if (tensor.mesh >= index.meshes.size())
         refuse(fmt::format("tensor \"{}\" lies on mesh {}, but there are {}", tensor.name, tensor.mesh,
                            index.meshes.size()));
       const MeshSpec& mesh = index.meshes[tensor.mesh].spec;
-      tensor.digest = at("/table/digest").u64(t);
-      const auto [first, last] = list("/table/placement_ptr", t);
+      tensor.digest = digests.u64(t);
+      const auto [first, last] = list(placement_ptr, t);
       if (last - first != mesh.dimensions())
         refuse(fmt::format("tensor \"{}\" has {} placements, but mesh {} has {} axes", tensor.name, last - first,
                            mesh.to_string(), mesh.dimensions()));
       for (std::size_t p = first; p < last; ++p) {
         tensor.spec.placements.push_back(decode_placement(p, ragged, mesh.axes()[p - first].size));
-        tensor.spec.split_order.push_back(at("/table/split_order").i64(p));
+        tensor.spec.split_order.push_back(orders.i64(p));
       }
       index.tensors.push_back(std::move(tensor));
     }

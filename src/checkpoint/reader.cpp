@@ -96,7 +96,10 @@ std::vector<CheckpointReader::Source> CheckpointReader::find_sources(std::span<c
     const MeshSpec& mesh = index_.meshes[tensor.mesh].spec;
     for (std::int64_t rank = 0; rank < index_.world_size; ++rank) {
       if (!mesh.contains(rank)) continue;
-      if (intersect(local_box(tensor.spec, mesh, mesh.coordinate_of(rank)), request.box).numel() == 0) continue;
+      // A plan says it all, but costs as much as the box of every tensor.
+      if (!plans_.contains(rank) &&
+          intersect(local_box(tensor.spec, mesh, mesh.coordinate_of(rank)), request.box).numel() == 0)
+        continue;
       const std::vector<Piece>& pieces = plan(rank).pieces;
       const auto piece = std::lower_bound(pieces.begin(), pieces.end(), request.tensor,
                                           [](const Piece& a, std::size_t number) { return a.tensor < number; });

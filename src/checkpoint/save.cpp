@@ -22,8 +22,7 @@ using checkpoint::SaveJob;
 void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options) {
   SaveJob job(target, state, options);
   job.prepare(state);
-  const ExecutionSpace exec;
-  job.write([&](std::span<const PieceRequest> requests) { checkpoint::fetch(job.index(), state, exec, requests); });
+  job.write(checkpoint::source_of(job.index(), state));
   try {
     job.agree();
     std::vector<std::uint64_t> results = job.results();
@@ -110,7 +109,8 @@ class AsyncSaver::Operation {
       throw;
     }
     thread_ = std::thread([this] {
-      job_.write([this](std::span<const PieceRequest> requests) { copy_from_image(requests); });
+      job_.write({[this](std::span<const PieceRequest> requests) { copy_from_image(requests); },
+                  [this](const Piece& piece) { return view_in_image(piece); }});
       is_written_ = true;
     });
   }
@@ -186,15 +186,18 @@ class AsyncSaver::Operation {
     std::vector<PieceRequest> requests;
     for (const Piece& piece : job_.plan().pieces)
       requests.push_back({&piece, 0, {place(piece), static_cast<std::size_t>(piece.bytes)}});
-    checkpoint::fetch(job_.index(), state, ExecutionSpace(), requests);
+    checkpoint::source_of(job_.index(), state).fill(requests);
   }
   std::byte* place(const Piece& piece) const {
     return image_ + starts_[job_.index().tensors[piece.tensor].spec.dtype] + piece.start;
   }
-  void copy_from_image(std::span<const PieceRequest> requests) const {
+  const std::byte* view_in_image(const Piece& piece) const {
     if (is_cancelled_) throw Error("the save was given up");
+    return place(piece);
+  }
+  void copy_from_image(std::span<const PieceRequest> requests) const {
     for (const PieceRequest& request : requests)
-      std::memcpy(request.target.data(), place(*request.piece) + request.begin, request.target.size());
+      std::memcpy(request.target.data(), view_in_image(*request.piece) + request.begin, request.target.size());
   }
 
   SaveJob job_;

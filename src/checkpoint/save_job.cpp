@@ -160,24 +160,44 @@ FilePlan plan_file(const HostCommunicator& host, const FileGroup& group, const R
 
 }  // namespace
 
-/// A piece is whole rows of the first dimension of the local box that has more than one, so it is contiguous there.
-void fetch(const CheckpointIndex& index, const StateDict& state, const ExecutionSpace& exec,
-           std::span<const PieceRequest> requests) {
-  for (const PieceRequest& request : requests) {
-    const DTensor& tensor = state.tensors.at(index.tensors[request.piece->tensor].name);
-    const Box& box = tensor.box();
-    std::int64_t start = 0;
-    for (std::size_t d = 0; d < box.extent.size(); ++d)
-      start = start * box.extent[d] + request.piece->box.offset[d] - box.offset[d];
-    const std::int64_t begin = start * size_of(tensor.spec().dtype) + request.begin;
-    if constexpr (compat::host_accessible<MemorySpace>) {
-      std::memcpy(request.target.data(), tensor.local().data() + begin, request.target.size());
-    } else {
-      const auto from = static_cast<std::size_t>(begin);
-      const auto bytes = Kokkos::subview(tensor.local().buffer(), std::pair(from, from + request.target.size()));
-      kernels::copy_to_host(exec, request.target.data(),
-                            Tensor::over(bytes, DType::u8, {static_cast<std::int64_t>(request.target.size())}));
-    }
+namespace {
+
+/// Where a piece begins in this rank's tensor, in bytes. It is whole rows of the first dimension of the local box that
+/// has more than one, so it is contiguous there.
+std::int64_t start_of(const Piece& piece, const DTensor& tensor) {
+  const Box& box = tensor.box();
+  std::int64_t start = 0;
+  for (std::size_t d = 0; d < box.extent.size(); ++d)
+    start = start * box.extent[d] + piece.box.offset[d] - box.offset[d];
+  return start * size_of(tensor.spec().dtype);
+}
+
+}  // namespace
+
+PieceSource source_of(const CheckpointIndex& index, const StateDict& state) {
+  const auto tensor_of = [&index, &state](const Piece& piece) -> const DTensor& {
+    return state.tensors.at(index.tensors[piece.tensor].name);
+  };
+  if constexpr (compat::host_accessible<MemorySpace>) {
+    const auto view = [tensor_of](const Piece& piece) {
+      const DTensor& tensor = tensor_of(piece);
+      return tensor.local().data() + start_of(piece, tensor);
+    };
+    const auto fill = [view](std::span<const PieceRequest> requests) {
+      for (const PieceRequest& request : requests)
+        std::memcpy(request.target.data(), view(*request.piece) + request.begin, request.target.size());
+    };
+    return {fill, view};
+  } else {
+    return [tensor_of, exec = ExecutionSpace()](std::span<const PieceRequest> requests) {
+      for (const PieceRequest& request : requests) {
+        const DTensor& tensor = tensor_of(*request.piece);
+        const auto from = static_cast<std::size_t>(start_of(*request.piece, tensor) + request.begin);
+        const auto bytes = Kokkos::subview(tensor.local().buffer(), std::pair(from, from + request.target.size()));
+        kernels::copy_to_host(exec, request.target.data(),
+                              Tensor::over(bytes, DType::u8, {static_cast<std::int64_t>(request.target.size())}));
+      }
+    };
   }
 }
 

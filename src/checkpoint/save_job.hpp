@@ -17,9 +17,8 @@
 
 namespace fsdp2::checkpoint {
 
-/// Copies ranges of pieces out of this rank's tensors.
-void fetch(const CheckpointIndex& index, const StateDict& state, const ExecutionSpace& exec,
-           std::span<const PieceRequest> requests);
+/// This rank's tensors as a source of its pieces. The arguments must outlive it.
+PieceSource source_of(const CheckpointIndex& index, const StateDict& state);
 
 /// Which ranks write one file.
 struct FileGroup {

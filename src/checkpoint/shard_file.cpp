@@ -271,9 +271,12 @@ class SegmentStream {
     std::vector<std::uint64_t> crcs;
     std::int64_t paced = 0;
     for (std::int64_t begin = 0; begin < length;) {
-      const std::int64_t count = std::min<std::int64_t>(static_cast<std::int64_t>(window_.size()), length - begin);
-      fill(begin, begin + count);
-      const std::span<const std::byte> bytes = window_.first(static_cast<std::size_t>(count));
+      std::span<const std::byte> bytes = block_in_place(begin);
+      if (bytes.empty()) {
+        bytes = window_.first(std::min(window_.size(), static_cast<std::size_t>(length - begin)));
+        fill(begin, begin + static_cast<std::int64_t>(bytes.size()));
+      }
+      const auto count = static_cast<std::int64_t>(bytes.size());
       for (std::int64_t block = 0; block < count; block += block_bytes_)
         crcs.push_back(
             digest_.add_block(bytes.subspan(static_cast<std::size_t>(block), static_cast<std::size_t>(block_bytes_))));
@@ -290,6 +293,16 @@ class SegmentStream {
   void take_digests(std::vector<std::uint64_t>& by_piece) const { digest_.store(by_piece); }
 
  private:
+  /// The block at `begin` where it lies, if one piece covers it.
+  std::span<const std::byte> block_in_place(std::int64_t begin) {
+    const auto end_of = [](const Piece& piece) { return piece.start + piece.bytes; };
+    while (next_piece_ < pieces_.size() && end_of(*pieces_[next_piece_]) <= begin) ++next_piece_;
+    if (!source_.view || next_piece_ == pieces_.size()) return {};
+    const Piece& piece = *pieces_[next_piece_];
+    if (piece.start > begin || end_of(piece) < begin + block_bytes_) return {};
+    return {source_.view(piece) + (begin - piece.start), static_cast<std::size_t>(block_bytes_)};
+  }
+
   /// Brings segment bytes [begin, end) into the window.
   void fill(std::int64_t begin, std::int64_t end) {
     std::vector<PieceRequest> requests;
@@ -306,7 +319,7 @@ class SegmentStream {
       if (piece.start + piece.bytes <= end) next_piece_ = i + 1;
     }
     clear(at - begin, end - begin);
-    if (!requests.empty()) source_(requests);
+    if (!requests.empty()) source_.fill(requests);
   }
 
   void clear(std::int64_t from, std::int64_t to) {

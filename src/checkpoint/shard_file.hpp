@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -9,6 +10,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/columns.hpp"
@@ -22,8 +24,17 @@ struct PieceRequest {
   std::int64_t begin = 0;
   std::span<std::byte> target;
 };
-/// Fills the targets of all requests.
-using PieceSource = std::function<void(std::span<const PieceRequest>)>;
+/// Where a writer gets the bytes of pieces.
+struct PieceSource {
+  /// Fills the targets of all requests.
+  std::function<void(std::span<const PieceRequest>)> fill;
+  /// The bytes of a piece, where they can be read in place and do not change during the write.
+  std::function<const std::byte*(const Piece&)> view = {};
+
+  template <std::invocable<std::span<const PieceRequest>> Fill>
+  PieceSource(Fill fill_requests, std::function<const std::byte*(const Piece&)> view_piece = {})  // NOLINT: a function
+      : fill(std::move(fill_requests)), view(std::move(view_piece)) {}
+};
 
 /// How much one rank adds to a shard file: all that the others of that file need to know. Only integers of 64 bits.
 struct RankCounts {
@@ -58,8 +69,8 @@ class ShardWriter {
               const RankLocalValues& values = {});
 
   /// Writes and fsyncs. Asks `source` for bytes in windows of at most `window_bytes` (a multiple of block_bytes) of one
-  /// dtype, ascending. Calls nothing but `source`, the system and digests: any thread may call it, once. Throws
-  /// IoError.
+  /// dtype, ascending; blocks inside one piece are written from where they are, if they can. Calls nothing but
+  /// `source`, the system and digests: any thread may call it, once. Throws IoError.
   void write(std::int64_t window_bytes, const PieceSource& source);
 
   std::int64_t file_size() const { return skeleton_.file_size; }
