@@ -20,7 +20,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <iomanip>
 #include <nlohmann/json.hpp>
@@ -197,12 +196,6 @@ std::vector<fsdp2::MeshAxis> mesh_axes(const Options& /*options*/, std::int64_t 
   return {{"dp", ranks}};
 }
 
-std::filesystem::path checkpoint_path(const Options& o, std::int64_t step) {
-  const std::string number = std::to_string(step);
-  return std::filesystem::path(o.save_dir) /
-         ("step-" + std::string(number.size() < 8 ? 8 - number.size() : 0, '0') + number);
-}
-
 /// Collective over `comm`, which is that of the mesh.
 void train(MPI_Comm comm, const DeviceMesh& mesh, const Options& o) {
   const bool speaks = mesh.rank() == 0;
@@ -228,6 +221,9 @@ void train(MPI_Comm comm, const DeviceMesh& mesh, const Options& o) {
     step = fsdp2::load(o.resume, state_dict(network.model(), optimizer)).step;
     if (speaks) std::printf("resumed %s at step %lld\n", o.resume.c_str(), static_cast<long long>(step));
   }
+
+  std::optional<fsdp2::CheckpointManager> checkpoints;
+  if (o.save_every > 0) checkpoints.emplace(o.save_dir, mesh);
 
   const std::int64_t predictions = o.batch * o.window;
   const Tensor loss_sum(exec, fsdp2::DType::f64, {}, "loss");
@@ -260,9 +256,8 @@ void train(MPI_Comm comm, const DeviceMesh& mesh, const Options& o) {
 
     if (o.save_every > 0 && step % o.save_every == 0) {
       const auto begin = std::chrono::steady_clock::now();
-      const std::filesystem::path target = checkpoint_path(o, step);
-      fsdp2::save(target, state_dict(network.model(), optimizer), {.metadata = hyperparameters(o).dump()});
-      if (speaks) std::printf("saved %s\n", target.c_str());
+      checkpoints->save(step, state_dict(network.model(), optimizer), {.metadata = hyperparameters(o).dump()});
+      if (speaks) std::printf("saved %s\n", checkpoints->path_of(step).c_str());
       last_time += std::chrono::steady_clock::now() - begin;
     }
   }

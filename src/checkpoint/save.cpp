@@ -22,7 +22,7 @@ using checkpoint::SaveJob;
 void save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options) {
   SaveJob job(target, state, options);
   job.prepare(state);
-  job.write(checkpoint::source_of(job.index(), state));
+  job.write(checkpoint::source_of(state));
   try {
     job.agree();
     std::vector<std::uint64_t> results = job.results();
@@ -186,7 +186,7 @@ class AsyncSaver::Operation {
     std::vector<PieceRequest> requests;
     for (const Piece& piece : job_.plan().pieces)
       requests.push_back({&piece, 0, {place(piece), static_cast<std::size_t>(piece.bytes)}});
-    checkpoint::source_of(job_.index(), state).fill(requests);
+    checkpoint::source_of(state).fill(requests);
   }
   std::byte* place(const Piece& piece) const {
     return image_ + starts_[job_.index().tensors[piece.tensor].spec.dtype] + piece.start;

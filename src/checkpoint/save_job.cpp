@@ -174,10 +174,10 @@ std::int64_t start_of(const Piece& piece, const DTensor& tensor) {
 
 }  // namespace
 
-PieceSource source_of(const CheckpointIndex& index, const StateDict& state) {
-  const auto tensor_of = [&index, &state](const Piece& piece) -> const DTensor& {
-    return state.tensors.at(index.tensors[piece.tensor].name);
-  };
+PieceSource source_of(const StateDict& state) {
+  std::vector<const DTensor*> tensors;  // by number: index and dict have one order
+  for (const auto& [name, tensor] : state.tensors) tensors.push_back(&tensor);
+  const auto tensor_of = [tensors](const Piece& piece) -> const DTensor& { return *tensors[piece.tensor]; };
   if constexpr (compat::host_accessible<MemorySpace>) {
     const auto view = [tensor_of](const Piece& piece) {
       const DTensor& tensor = tensor_of(piece);

@@ -17,8 +17,8 @@
 
 namespace fsdp2::checkpoint {
 
-/// This rank's tensors as a source of its pieces. The arguments must outlive it.
-PieceSource source_of(const CheckpointIndex& index, const StateDict& state);
+/// This rank's tensors as a source of its pieces. The dict must outlive it.
+PieceSource source_of(const StateDict& state);
 
 /// Which ranks write one file.
 struct FileGroup {

@@ -65,6 +65,9 @@ class CheckpointManager {
   bool poll();
   void wait();
 
+  /// Where the checkpoint of a step is, or would be. Local.
+  std::filesystem::path path_of(std::int64_t step) const;
+
   /// The newest checkpoint by its name.
   std::optional<NamedCheckpoint> latest() const;
 
@@ -82,7 +85,6 @@ class CheckpointManager {
   static void request_save() noexcept;
 
  private:
-  std::filesystem::path path_of(std::int64_t step) const;
   void finish();
 
   std::filesystem::path root_;
