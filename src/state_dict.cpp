@@ -9,6 +9,7 @@
 
 #include "comm/host_communicator.hpp"
 #include "fsdp2/error.hpp"
+#include "fsdp2/field.hpp"
 #include "fsdp2/redistribute.hpp"
 #include "kernels.hpp"
 #include "kokkos_compat.hpp"
@@ -178,12 +179,10 @@ void load_sharded_state_dict(std::span<Module* const> modules, const StateDict& 
       kernels::copy(exec, tensor.local(), found->second.local());
 }
 
-void add(StateDict& dict, const std::string& prefix, StateDict other) {
-  const auto full_key = [&](const std::string& key) { return fmt::format("{}.{}", prefix, key); };
+void merge(StateDict& dict, StateDict other) {
   for (const auto& [key, tensor] : other.tensors)
-    if (dict.tensors.contains(full_key(key)))
-      throw ConfigError(fmt::format("the state dict has a \"{}\" already", full_key(key)));
-  for (const auto& [key, tensor] : other.tensors) dict.tensors.emplace(full_key(key), tensor);
+    if (dict.tensors.contains(key)) throw ConfigError(fmt::format("the state dict has a \"{}\" already", key));
+  dict.tensors.merge(other.tensors);
   const auto both = [](std::function<void()> first, std::function<void()> second) -> std::function<void()> {
     if (!first || !second) return first ? first : second;
     return [first = std::move(first), second = std::move(second)] {
@@ -193,6 +192,21 @@ void add(StateDict& dict, const std::string& prefix, StateDict other) {
   };
   dict.after_load = both(std::move(dict.after_load), std::move(other.after_load));
   dict.require_current = both(std::move(dict.require_current), std::move(other.require_current));
+}
+
+void add(StateDict& dict, const std::string& prefix, StateDict other) {
+  std::map<std::string, DTensor> prefixed;
+  for (auto& [key, tensor] : other.tensors) prefixed.emplace(fmt::format("{}.{}", prefix, key), std::move(tensor));
+  other.tensors = std::move(prefixed);
+  merge(dict, std::move(other));
+}
+
+void detail::check_ghosts(const std::string& name, const Shape& extents, const std::vector<std::int64_t>& ghosts) {
+  bool fits = ghosts.size() == extents.size();
+  for (std::size_t d = 0; fits && d < extents.size(); ++d) fits = ghosts[d] >= 0 && 2 * ghosts[d] <= extents[d];
+  if (!fits)
+    throw ShapeError(fmt::format("field \"{}\": {} ghost layers at both ends do not fit a View of {}", name,
+                                 to_string(ghosts), to_string(extents)));
 }
 
 FullStateDict get_full_state_dict(const StateDict& state, bool rank0_only, const ExecutionSpace& exec) {

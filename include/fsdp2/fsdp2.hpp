@@ -31,6 +31,7 @@
 #include "fsdp2/model.hpp"
 #include "fsdp2/optimizer.hpp"
 #include "fsdp2/state_dict.hpp"
+#include "fsdp2/field.hpp"
 #include "fsdp2/gradients.hpp"
 
 // Checkpoints.

@@ -21,8 +21,8 @@ struct StateDict {
   std::map<std::string, DTensor> tensors;
   /// Who has written into the tensors calls it, if it is set: a model then drops gathered copies of the old values.
   std::function<void()> after_load;
-  /// Who reads or writes the tensors later than they were taken calls it, if it is set. Throws Error where they are not
-  /// the model's any more, since parameters were added to it.
+  /// Who reads or writes the tensors later than they were taken calls it, if it is set: copies are made anew. Throws
+  /// Error where the tensors are not the model's any more, since parameters were added to it.
   std::function<void()> require_current;
 };
 
@@ -40,8 +40,10 @@ concept Stateful = requires(T& object, const StateDict& dict) {
   object.load_state_dict(dict);
 };
 
-/// Adds the tensors of another dict, and what it wants to be called, under "<prefix>.". Throws ConfigError for keys
-/// that are there already.
+/// Adds the tensors of another dict, and what it wants to be called. Throws ConfigError for keys that are there already.
+void merge(StateDict& dict, StateDict other);
+
+/// The same with keys "<prefix>.<key>".
 void add(StateDict& dict, const std::string& prefix, StateDict other);
 
 /// Adds an object, which must live as long as the dict is used: load_state_dict gets its tensors, under their own
