@@ -60,7 +60,8 @@ function(fsdp2_add_installed_test name source binary)
       ${CMAKE_CTEST_COMMAND} --build-and-test "${source}" "${binary}" --build-generator "${CMAKE_GENERATOR}" --build-noclean
       --build-options "-DCMAKE_PREFIX_PATH=${fsdp2_test_prefix}" "-DKokkos_DIR=${Kokkos_DIR}"
       "-DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}" "-DCMAKE_CXX_FLAGS=${CMAKE_CXX_FLAGS}" "-DCMAKE_BUILD_TYPE=$<CONFIG>"
-      "-DMPI_CXX_COMPILER=${MPI_CXX_COMPILER}" "-DREADME=${PROJECT_SOURCE_DIR}/README.md" ${ARGN})
+      "-DMPI_CXX_COMPILER=${MPI_CXX_COMPILER}" "-DREADME=${PROJECT_SOURCE_DIR}/README.md"
+      "-DGUIDE=${PROJECT_SOURCE_DIR}/docs/guide.md" ${ARGN})
   set_tests_properties(${name} PROPERTIES FIXTURES_REQUIRED install_prefix TIMEOUT 300
                                           ENVIRONMENT "${fsdp2_mpi_test_environment}")
 endfunction()
