@@ -40,7 +40,8 @@ concept Stateful = requires(T& object, const StateDict& dict) {
   object.load_state_dict(dict);
 };
 
-/// Adds the tensors of another dict, and what it wants to be called. Throws ConfigError for keys that are there already.
+/// Adds the tensors of another dict, and what it wants to be called. Throws ConfigError for keys that are there
+/// already.
 void merge(StateDict& dict, StateDict other);
 
 /// The same with keys "<prefix>.<key>".
