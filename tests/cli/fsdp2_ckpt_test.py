@@ -394,7 +394,7 @@ class Reshard(ToolTest):
         source = reader.Checkpoint(self.samples / "dp3")
         for ranks in (1, 2, 5, 12):
             target = self.folder / f"to{ranks}"
-            self.expect(0, "reshard", self.samples / "dp3", target, "--world-size", ranks, "--memory", "4KiB",
+            self.expect(0, "reshard", self.samples / "dp3", target, "--world-size", ranks, "--memory", "4KiB", "--rank-local=each",
                         out=["3 ranks", f"{ranks} ranks", "all content digests equal"])
             self.assertEqual(self.names(), [target.name])
             self.expect(0, "verify", target, out=[": valid"])
@@ -410,8 +410,8 @@ class Reshard(ToolTest):
             shutil.rmtree(target)
 
     def test_there_and_back(self):
-        self.expect(0, "reshard", self.samples / "dp3", self.folder / "a", "--world-size", 7, out=["7 ranks"])
-        self.expect(0, "reshard", self.folder / "a", self.folder / "b", "--world-size", 3, out=["3 ranks"])
+        self.expect(0, "reshard", self.samples / "dp3", self.folder / "a", "--world-size", 7, "--rank-local=each", out=["7 ranks"])
+        self.expect(0, "reshard", self.folder / "a", self.folder / "b", "--world-size", 3, "--rank-local=each", out=["3 ranks"])
         self.assertEqual({t.name: t.digest for t in reader.Checkpoint(self.folder / "b").tensors.values()},
                          {t.name: t.digest for t in reader.Checkpoint(self.samples / "dp3").tensors.values()})
 
@@ -425,7 +425,7 @@ class Reshard(ToolTest):
 
     def test_meshes_in_files_of_several_ranks(self):
         """Two meshes, a rank list, files that hold three ranks each, ragged cuts: all of it becomes plain."""
-        self.expect(0, "reshard", self.samples / "mixed", self.folder / "out", "--world-size", 4, "--memory", "4KiB",
+        self.expect(0, "reshard", self.samples / "mixed", self.folder / "out", "--world-size", 4, "--memory", "4KiB", "--rank-local=first",
                     out=["dp=3,tp=2 -> dp=2,tp=2", "x=5 -> x=4"])
         checkpoint = reader.Checkpoint(self.folder / "out")
         checkpoint.verify()
@@ -457,7 +457,7 @@ class Reshard(ToolTest):
 
     def test_target_that_cannot_be_made(self):
         (self.folder / "file").touch()
-        self.expect(3, "reshard", self.samples / "dp3", self.folder / "file" / "out", "--world-size", 2, err=["file"])
+        self.expect(3, "reshard", self.samples / "dp3", self.folder / "file" / "out", "--world-size", 2, "--rank-local=each", err=["file"])
         self.expect(2, "reshard", self.samples / "dp3", self.folder / ".out", "--world-size", 2, err=["begins with '.'"])
         self.assertEqual(self.names(), ["file"])
 
@@ -470,7 +470,7 @@ class Reshard(ToolTest):
         """Found while working: nothing is published, and nothing stays."""
         path = self.copy("dp3")
         shard = flip_tensor(path, "f32.5x17.S0")
-        self.expect(3, "reshard", path, self.folder / "out", "--world-size", 2, err=[shard, "f32"])
+        self.expect(3, "reshard", path, self.folder / "out", "--world-size", 2, "--rank-local=each", err=[shard, "f32"])
         self.assertEqual(self.names(), ["damaged"])
         shutil.rmtree(path)
         path = self.copy("dp3")
@@ -478,8 +478,177 @@ class Reshard(ToolTest):
         self.expect(3, "reshard", path, self.folder / "out", "--world-size", 2, err=["shard-00001-of-00003.h5"])
         self.assertEqual(self.names(), ["damaged"])
 
+    def values(self, path):
+        """Every tensor's bytes, by name, after the independent reader has checked all of it."""
+        checkpoint = reader.Checkpoint(path)
+        checkpoint.verify()
+        return {name: checkpoint.read(name).tobytes() for name in checkpoint.tensors}
+
+    def contents(self, name):
+        return {tensor.name: writer.content(tensor).tobytes() for tensor in writer.SAMPLES[name]().tensors}
+
+    def reshard(self, source, *arguments):
+        """Reshards into a folder of a new name, and returns it."""
+        target = self.folder / f"out{len(self.names())}"
+        result = self.expect(0, "reshard", source, target, *arguments)
+        self.assertIn("content digests equal", result.stdout)
+        return target
+
+    def test_chains(self):
+        """Any way round, the bytes stay; ranks are ordered by number, not by text."""
+        path = self.samples / "dp3"
+        for arguments in (["--world-size", 12], ["--world-size", 1], ["--world-size", 101, "--ranks-per-file", 7],
+                          ["--world-size", 3], ["--mesh", "dp=2,tp=2"], ["--mesh", "tp=3,dp=1"], ["--mesh", "dp=1"]):
+            path = self.reshard(path, *arguments, "--rank-local=first", "--memory=16KiB")
+            self.assertEqual(self.values(path), self.contents("dp3"))
+            self.expect(0, "diff", self.samples / "dp3", path, out=["are equal"])
+
+    def test_meshes(self):
+        target = self.reshard(self.samples / "dp3", "--mesh", "tp=2,dp=3", "--rank-local=each")
+        mesh = self.document("inspect", target)["meshes"][0]
+        self.assertEqual(mesh["axes"], [{"name": "tp", "size": 2, "role": "none"}, {"name": "dp", "size": 3, "role": "shard"}])
+        tensor = {t["name"]: t for t in self.document("inspect", target, "--tensors")["tensor_table"]}["f32.5x17.S1"]
+        self.assertEqual((tensor["placements"], tensor["split_order"]), (["Replicate", "Shard(1)"], [1, 0]))
+        target = self.reshard(self.samples / "grid", "--mesh", "tp=4,dp=3,pp=2")
+        self.assertEqual(self.values(target), self.contents("grid"))
+        self.assertEqual(reader.Checkpoint(target).world_size, 24)
+
+    def test_named_meshes(self):
+        target = self.reshard(self.samples / "mixed", "--mesh", "list:x=4", "--mesh", "row:dp=1,tp=4", "--rank-local=first")
+        self.assertEqual(self.values(target), self.contents("mixed"))
+        self.assertEqual([mesh["axes"][-1]["size"] for mesh in self.document("inspect", target)["meshes"]], [4, 4])
+        target = self.reshard(self.samples / "mixed", "--mesh", "list:x=4", "--rank-local=first")  # the other is rescaled
+        self.assertEqual(self.values(target), self.contents("mixed"))
+
+    def test_meshes_that_do_not_fit(self):
+        for sample, arguments, parts in (
+                ("grid", ["--mesh", "dp=4"], ["dp=4", "cannot carry tensor", '"tp"']),
+                ("dp3", ["--mesh", "tp=4"], ["tp=4", "cannot carry tensor", '"dp"', "Shard(0)"]),
+                ("dp3", ["--mesh", "other:dp=4"], ['no mesh "other"', '"mesh"']),
+                ("dp3", ["--mesh", "dp=4", "--world-size=3"], ["dp=4", "4 ranks", "3"]),
+                ("mixed", ["--mesh", "list:x=4", "--mesh", "row:dp=3,tp=2"], ["6 ranks", "4"]),
+                ("dp3", ["--mesh", "dp=2", "--mesh", "dp=3"], ["given before"]),
+                *(("dp3", ["--mesh", text], ["--mesh"]) for text in (
+                    "", "dp", "dp=", "dp=x", "dp=0", "dp=-1", "dp=2,", "dp=2,dp=2", "=2", "dp=2=3", "dp=99999999999999999999",
+                    "dp=4294967296,tp=4294967296", "mesh:", "dp=2 "))):
+            self.expect(2, "reshard", self.samples / sample, self.folder / "out", *arguments, "--rank-local=first", err=parts)
+        self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--mesh=dp=3000000000", err=["2147483647"])
+        self.assertEqual(self.names(), [])
+
+    def test_ranks_per_file(self):
+        for ranks, per_file, files in ((7, 3, [[0, 1, 2], [3, 4, 5], [6]]), (4, 9, [[0, 1, 2, 3]]), (2, 1, [[0], [1]])):
+            target = self.reshard(self.samples / "dp3", "--world-size", ranks, "--ranks-per-file", per_file, "--rank-local=each")
+            self.assertEqual(self.values(target), self.contents("dp3"))
+            self.assertEqual([file["ranks"] for file in self.document("inspect", target)["files"]], files)
+            self.expect(0, "verify", target, out=[": valid"])
+        for value in ("0", "-1", "x"):
+            self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", f"--ranks-per-file={value}",
+                        err=["--ranks-per-file"])
+
+    def test_rank_local(self):
+        """dp3 has values of ranks 1 and 2."""
+        one, two = b"state of rank 1", b"state of rank 2"
+        for policy, ranks, expected in (
+                ("each", 2, [{}, {"rng": one}]), ("each", 4, [{}, {"rng": one}, {"empty": b"", "rng": two}, {}]),
+                ("first", 2, [{}, {}]), ("concatenate", 2, [{"rng": one}, {"empty": b"", "rng": two}]),
+                ("concatenate", 1, [{"empty": b"", "rng": one + two}]), ("error", 3, [{}, {"rng": one}, {"empty": b"", "rng": two}])):
+            for per_file in (1, 2):
+                target = self.reshard(self.samples / "dp3", "--world-size", ranks, "--rank-local", policy, "--ranks-per-file", per_file)
+                checkpoint = reader.Checkpoint(target)
+                self.assertEqual([{key: bytes(value) for key, value in checkpoint.rank_local(rank).items()} for rank in range(ranks)],
+                                 expected, policy)
+        for arguments in ([], ["--rank-local=error"], ["--dry-run"]):
+            self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", *arguments,
+                        err=["rank-local values of 3 ranks", "--rank-local"])
+        self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", "--rank-local=x", err=["--rank-local"])
+        self.reshard(self.samples / "grid", "--world-size=2")  # has none
+        self.assertNotIn("out", self.names())
+
+    def test_include_and_exclude(self):
+        target = self.reshard(self.samples / "dp3", "--world-size=2", "--include=f32.*", "--include", "nan.?16.*",
+                              "--exclude=*.S1", "--rank-local=each")
+        expected = {name: data for name, data in self.contents("dp3").items()
+                    if (name.startswith("f32.") or name.startswith("nan.f16.")) and not name.endswith(".S1")}
+        self.assertGreater(len(expected), 5)
+        self.assertEqual(self.values(target), expected)
+        for arguments, part in ((["--include=f31*"], "--include f31*"), (["--exclude=zz"], "--exclude zz"),
+                                (["--exclude=*"], "no tensor is left")):
+            self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", *arguments, err=[part])
+
+    def test_casts(self):
+        numbers = np.array([0, -0.0, 1, 1 + 2**-9, 1 + 3 * 2**-9, 65504, 65520, 1e-7, -3.0e38, math.inf, math.nan, 5e-324])
+        with np.errstate(over="ignore", under="ignore"):
+            arrays = {"a": np.tile(numbers, 700), "b": np.tile(numbers.astype("f4"), 700), "i": np.arange(5)}
+            halves = {name: arrays[name].astype("f2") for name in ("a", "b")}
+        source = write_values(self.folder / "source", arrays)
+        target = self.reshard(source, "--world-size=3", "--cast=[ab]=f16", "--memory=1")
+        found = reader.Checkpoint(target)
+        found.verify()
+        for name in ("a", "b"):
+            self.assertEqual(found.tensors[name].dtype, "f16")
+            np.testing.assert_array_equal(np.frombuffer(found.read(name).tobytes(), "f2"), halves[name])
+        self.assertEqual(found.tensors["i"].digest, reader.Checkpoint(source).tensors["i"].digest)
+        back = reader.Checkpoint(self.reshard(target, "--world-size=2", "--cast=a=f64", "--cast=b=f64", "--cast=b=f32"))
+        np.testing.assert_array_equal(np.frombuffer(back.read("a").tobytes(), "f8"), halves["a"].astype("f8"))
+        np.testing.assert_array_equal(np.frombuffer(back.read("b").tobytes(), "f4"), halves["b"].astype("f4"))
+        brief = reader.Checkpoint(self.reshard(source, "--world-size=2", "--cast=b=bf16"))
+        wide = (np.frombuffer(brief.read("b").tobytes(), "u2").astype("u4") << 16).view("f4")
+        bits = arrays["b"].view("u4").astype("u8")
+        rounded = (((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u4") << 16).view("f4")
+        np.testing.assert_array_equal(wide, np.where(np.isnan(arrays["b"]), arrays["b"], rounded))
+        for cast, part in (("i=f32", '"i" is i64'), ("a=i64", "cannot be cast to i64"), ("a=f8_e4m3", "f8_e4m3"), ("a", "--cast"),
+                           ("a=f33", "f33"), ("z=f32", "--cast z")):
+            self.expect(2, "reshard", source, self.folder / "out", "--world-size=2", f"--cast={cast}", err=[part])
+        document = self.document("reshard", source, self.folder / "out", "--world-size=2", "--cast=a=bf16")
+        self.assertEqual((document["casts"], document["digests_equal"]), (["a: f64 -> bf16"], 2))
+
+    def test_cast_of_nothing(self):
+        """A cast to the dtype that is there changes no bit, NaNs included, and the digest says so."""
+        target = self.reshard(self.samples / "dp3", "--world-size=3", "--cast=nan.f32*=f32")
+        self.assertEqual(self.values(target), self.contents("dp3"))
+
+    def test_overwrite(self):
+        target = self.reshard(self.samples / "grid", "--world-size=2")
+        before = self.document("inspect", target)["save_id"]
+        self.expect(2, "reshard", self.samples / "dp3", target, "--world-size=3", err=["--overwrite"])
+        self.expect(0, "reshard", self.samples / "dp3", target, "--world-size=3", "--overwrite", out=["equal"])
+        self.assertNotEqual(self.document("inspect", target)["save_id"], before)
+        self.assertEqual(self.values(target), self.contents("dp3"))
+        self.expect(0, "reshard", target, target, "--world-size=2", "--overwrite", "--rank-local=each", out=["equal"])  # itself
+        self.assertEqual(self.values(target), self.contents("dp3"))
+        self.assertEqual(self.names(), [target.name])
+
+    def test_overwrite_replaces_checkpoints_only(self):
+        (self.folder / "home").mkdir()
+        (self.folder / "home" / "thesis").touch()
+        self.expect(2, "reshard", self.samples / "grid", self.folder / "home", "--world-size=2", "--overwrite", err=["no checkpoint"])
+        self.assertEqual(os.listdir(self.folder / "home"), ["thesis"])
+        self.assertEqual(self.names(), ["home"])
+
+    def test_overwrite_after_damage(self):
+        """What could not be resharded leaves the old one."""
+        target = self.reshard(self.samples / "grid", "--world-size=2")
+        path = self.copy("dp3")
+        shard = flip_tensor(path, "f32.5x17.S0")
+        self.expect(3, "reshard", path, target, "--world-size=3", "--overwrite", err=[shard])
+        self.assertEqual(self.values(target), self.contents("grid"))
+        self.assertEqual(self.names(), ["damaged", target.name])
+
+    def test_dry_run(self):
+        """Says exactly what a run then does."""
+        arguments = ["--world-size=5", "--ranks-per-file=2", "--memory=64KiB", "--rank-local=each", "--cast=f32.*=f64"]
+        self.expect(0, "reshard", self.samples / "dp3", self.folder / "out", *arguments, "--dry-run", out=["would write", "3 shard files", "memory"])
+        dry = self.document("reshard", self.samples / "dp3", self.folder / "out", *arguments, "--dry-run")
+        self.assertEqual(self.names(), [])
+        wet = self.document("reshard", self.samples / "dp3", self.folder / "out", *arguments)
+        for file in wet["files"]:
+            self.assertEqual((self.folder / "out" / file["name"]).stat().st_size, file["bytes"])
+        self.assertEqual({**dry, "dry_run": False, "digests_equal": wet["digests_equal"]}, wet)
+        self.assertEqual(wet["digests_equal"], wet["tensors"] - len(wet["casts"]))
+        self.assertLessEqual(wet["memory_bytes"], 64 << 10)
+
     def test_quiet(self):
-        result = self.expect(0, "reshard", self.samples / "dp3", self.folder / "out", "--world-size", 2, "--quiet")
+        result = self.expect(0, "reshard", self.samples / "dp3", self.folder / "out", "--world-size", 2, "--rank-local=each", "--quiet")
         self.assertEqual(result.stdout, "")
         self.assertEqual(self.names(), ["out"])
 
