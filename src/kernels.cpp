@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "castable.hpp"
 #include "kokkos_compat.hpp"
 #include "philox.hpp"
 
@@ -153,27 +154,6 @@ void reduce_as(const ExecutionSpace& exec, const Tensor& result, const Tensor& o
   else
     launch_reduce<T, ReduceOp::max>(exec, result, others, own, own_part);
 }
-
-/// The values of a type tag, called with the type of a castable dtype.
-template <class Visitor>
-void for_castable(DType dtype, Visitor&& visit) {
-  switch (dtype) {
-    case DType::f64:
-      return visit(std::type_identity<double>());
-    case DType::f32:
-      return visit(std::type_identity<float>());
-    case DType::f16:
-      return visit(std::type_identity<float16>());
-    case DType::bf16:
-      return visit(std::type_identity<bfloat16>());
-    default:
-      throw ShapeError(fmt::format("{} is not f64, f32, f16 or bf16", to_string(dtype)));
-  }
-}
-
-/// In which elements are computed: f64 where one of the types is f64.
-template <class... T>
-using Compute = std::conditional_t<(std::is_same_v<T, double> || ...), double, float>;
 
 /// Dimensions of the largest box that kernels take.
 constexpr int max_dimensions = 8;

@@ -40,5 +40,6 @@
 #include "fsdp2/checkpoint/load.hpp"
 #include "fsdp2/checkpoint/manager.hpp"
 #include "fsdp2/checkpoint/verify.hpp"
+#include "fsdp2/checkpoint/diff.hpp"
 #include "fsdp2/checkpoint/reshard.hpp"
 // clang-format on

@@ -126,40 +126,6 @@ void broadcast_to_replicas(std::span<const Match> matches) {
       tensor->mesh().communicator(axes).broadcast(exec, tensor->local(), 0).wait();
 }
 
-/// Which of the ranks that saved have what one rank gets.
-Range sources_of(const CheckpointReader& reader, std::int64_t rank, std::int64_t world_size, RankLocalPolicy policy) {
-  const std::int64_t saved = reader.index().world_size;
-  if (saved == world_size) return {rank, rank + 1};
-  switch (policy) {
-    case RankLocalPolicy::error:
-      return {0, saved};  // which must have none
-    case RankLocalPolicy::first:
-      return {0, 1};
-    case RankLocalPolicy::each:
-      return {std::min(rank, saved), std::min(rank + 1, saved)};
-    case RankLocalPolicy::concatenate:
-      return chunk(saved, world_size, rank);
-  }
-  return {0, 0};
-}
-
-RankLocalValues rank_local(CheckpointReader& reader, std::int64_t rank, std::int64_t world_size,
-                           RankLocalPolicy policy) {
-  RankLocalValues values;
-  const Range sources = sources_of(reader, rank, world_size, policy);
-  for (std::int64_t source = sources.begin; source < sources.end; ++source)
-    for (const auto& [name, value] : reader.rank_local(source)) {
-      std::vector<std::byte>& all = values[name];
-      all.insert(all.end(), value.begin(), value.end());
-    }
-  if (policy == RankLocalPolicy::error && reader.index().world_size != world_size && !values.empty())
-    throw MismatchError(
-        fmt::format("checkpoint {} has rank-local values of {} ranks (\"{}\"), but there are {} now: choose what each "
-                    "gets by LoadOptions::rank_local_policy",
-                    reader.directory().string(), reader.index().world_size, values.begin()->first, world_size));
-  return values;
-}
-
 }  // namespace
 
 }  // namespace checkpoint
@@ -176,8 +142,7 @@ CheckpointIndex load(const std::filesystem::path& directory, const StateDict& st
     if (state.require_current) state.require_current();
     reader.emplace(directory);
     matches = match(*reader, state, options);
-    if (options.rank_local != nullptr)
-      values = rank_local(*reader, host.rank(), host.size(), options.rank_local_policy);
+    if (options.rank_local != nullptr) values = reader->rank_local(host.rank(), host.size(), options.rank_local_policy);
   });
   Kokkos::fence();
   host.collectively([&] {
@@ -200,7 +165,7 @@ RankLocalValues read_rank_local(const std::filesystem::path& directory, std::int
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw ConfigError(fmt::format("there is no rank {} among {}", rank, world_size));
   checkpoint::CheckpointReader reader(directory);
-  return checkpoint::rank_local(reader, rank, world_size, policy);
+  return reader.rank_local(rank, world_size, policy);
 }
 
 HostTensor read_tensor(const std::filesystem::path& directory, const std::string& name, const std::optional<Box>& box) {

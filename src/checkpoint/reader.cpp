@@ -15,6 +15,26 @@
 
 namespace fsdp2::checkpoint {
 
+namespace {
+
+/// Which of the ranks that saved have what one rank gets.
+Range sources_of(std::int64_t saved, std::int64_t rank, std::int64_t world_size, RankLocalPolicy policy) {
+  if (saved == world_size) return {rank, rank + 1};
+  switch (policy) {
+    case RankLocalPolicy::error:
+      return {0, saved};  // which must have none
+    case RankLocalPolicy::first:
+      return {0, 1};
+    case RankLocalPolicy::each:
+      return {std::min(rank, saved), std::min(rank + 1, saved)};
+    case RankLocalPolicy::concatenate:
+      return chunk(saved, world_size, rank);
+  }
+  return {0, 0};
+}
+
+}  // namespace
+
 /// Bytes of one piece that one request wants.
 struct CheckpointReader::Source {
   std::size_t file;
@@ -87,6 +107,22 @@ const RankLocalValues& CheckpointReader::rank_local(std::int64_t rank) {
   const std::vector<std::int64_t>& ranks = index_.files[file].ranks;
   const auto position = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
   return shard(file).rank_local[static_cast<std::size_t>(position)];
+}
+
+RankLocalValues CheckpointReader::rank_local(std::int64_t rank, std::int64_t world_size, RankLocalPolicy policy) {
+  RankLocalValues values;
+  const Range sources = sources_of(index_.world_size, rank, world_size, policy);
+  for (std::int64_t source = sources.begin; source < sources.end; ++source)
+    for (const auto& [name, value] : rank_local(source)) {
+      std::vector<std::byte>& all = values[name];
+      all.insert(all.end(), value.begin(), value.end());
+    }
+  if (policy == RankLocalPolicy::error && index_.world_size != world_size && !values.empty())
+    throw MismatchError(
+        fmt::format("checkpoint {} has rank-local values of {} ranks (\"{}\"), but there are {} now: choose by a "
+                    "RankLocalPolicy what each gets",
+                    directory_.string(), index_.world_size, values.begin()->first, world_size));
+  return values;
 }
 
 std::vector<CheckpointReader::Source> CheckpointReader::find_sources(std::span<const BoxRequest> requests) {

@@ -37,6 +37,8 @@ class CheckpointReader {
   const ShardTables& shard(std::size_t file);
   /// The opaque values that a rank saved.
   const RankLocalValues& rank_local(std::int64_t rank);
+  /// Those that rank `rank` of `world_size` gets. Throws MismatchError where the policy does not allow it.
+  RankLocalValues rank_local(std::int64_t rank, std::int64_t world_size, RankLocalPolicy policy);
 
   /// Fills all targets: files one after the other, each block read once, in ascending order. Throws IoError or
   /// CorruptError, with targets undefined.

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <limits>
 #include <random>
+#include <type_traits>
 
+#include "castable.hpp"
 #include "checkpoint/index_file.hpp"
 #include "checkpoint/publication.hpp"
 #include "checkpoint/reader.hpp"
@@ -47,94 +49,264 @@ std::string random_save_id() {
   return save_id_text(high, word());
 }
 
-CheckpointIndex describe_target(const CheckpointIndex& source, std::int64_t world_size) {
+/// The mesh with new axes, which keep what FSDP does along those of the same name.
+MeshEntry replace_axes(const MeshEntry& mesh, const MeshSpec& spec) {
+  MeshEntry result{mesh.name, spec, {}};
+  for (const MeshAxis& axis : spec.axes())
+    result.roles.push_back(mesh.spec.has_axis(axis.name) ? mesh.roles[mesh.spec.axis(axis.name)] : AxisRole::none);
+  return result;
+}
+
+std::int64_t target_world_size(const CheckpointIndex& source, const ReshardOptions& options) {
+  std::int64_t world_size = options.world_size;
+  for (const auto& [name, spec] : options.meshes) {
+    const bool is_known = name.empty() || std::any_of(source.meshes.begin(), source.meshes.end(),
+                                                      [&](const MeshEntry& mesh) { return mesh.name == name; });
+    if (!is_known) {
+      std::string names;
+      for (const MeshEntry& mesh : source.meshes) names += fmt::format(" \"{}\"", mesh.name);
+      throw ConfigError(fmt::format("the checkpoint has no mesh \"{}\"; it has{}", name, names));
+    }
+    if (world_size == 0) world_size = spec.size();
+    if (spec.size() != world_size)
+      throw ConfigError(fmt::format("mesh {} has {} ranks, but the new checkpoint {}: every mesh has them all",
+                                    spec.to_string(), spec.size(), world_size));
+  }
   constexpr std::int64_t most_ranks = std::numeric_limits<std::int32_t>::max();  // MPI's
   if (world_size < 1 || world_size > most_ranks)
     throw ConfigError(fmt::format("world size {} is not between 1 and {}", world_size, most_ranks));
-  CheckpointIndex target = source;
-  target.library = fmt::format("fsdp2 {}", version());
-  target.save_id = random_save_id();
-  target.world_size = world_size;
-  target.files.clear();
-  target.segments.clear();
-  for (MeshEntry& mesh : target.meshes) mesh = rescale(mesh, world_size);
-  for (TensorEntry& tensor : target.tensors) {
-    tensor.digest = 0;
-    // Bounds were made for the old number of ranks.
-    for (Placement& placement : tensor.spec.placements)
-      if (const auto* ragged = std::get_if<Ragged>(&placement)) placement = Shard{ragged->dim};
+  return world_size;
+}
+
+/// Puts a tensor on a mesh whose axes differ.
+void move_tensor(TensorEntry& tensor, const MeshEntry& from, const MeshEntry& to) {
+  TensorSpec moved = tensor.spec;
+  moved.placements.assign(to.spec.dimensions(), Replicate{});
+  moved.split_order.clear();
+  for (const std::int64_t axis : split_order(tensor.spec)) {
+    const std::string& name = from.spec.axes()[static_cast<std::size_t>(axis)].name;
+    const Placement& placement = tensor.spec.placements[static_cast<std::size_t>(axis)];
+    if (to.spec.has_axis(name)) {
+      const std::size_t number = to.spec.axis(name);
+      // Bounds were made for the old number of ranks.
+      const auto* ragged = std::get_if<Ragged>(&placement);
+      moved.placements[number] = ragged != nullptr ? Placement{Shard{ragged->dim}} : placement;
+      moved.split_order.push_back(static_cast<std::int64_t>(number));
+    } else if (!std::holds_alternative<Replicate>(placement)) {
+      throw ConfigError(
+          fmt::format("mesh \"{}\" ({}) cannot carry tensor \"{}\", which is {} on axis \"{}\" of {}: keep that axis",
+                      to.name, to.spec.to_string(), tensor.name, to_string(placement), name, from.spec.to_string()));
+    }
   }
-  validate(target);
+  for (std::size_t a = 0; a < to.spec.dimensions(); ++a)
+    if (!from.spec.has_axis(to.spec.axes()[a].name)) moved.split_order.push_back(static_cast<std::int64_t>(a));
+  tensor.spec = std::move(moved);
+}
+
+/// What is to be written, and from where.
+struct Target {
+  CheckpointIndex index;
+  std::vector<std::size_t> sources;  // by tensor: its number in the source
+};
+
+Target describe_target(const CheckpointIndex& source, const ReshardOptions& options) {
+  if (options.ranks_per_file < 1)
+    throw ConfigError(fmt::format("{} ranks a file: expected at least 1", options.ranks_per_file));
+  Target target;
+  CheckpointIndex& index = target.index;
+  index = source;
+  index.library = fmt::format("fsdp2 {}", version());
+  index.save_id = random_save_id();
+  index.world_size = target_world_size(source, options);
+  index.files.clear();
+  index.segments.clear();
+  index.tensors.clear();
+  for (MeshEntry& mesh : index.meshes) {
+    auto given = options.meshes.find(mesh.name);
+    if (given == options.meshes.end()) given = options.meshes.find("");
+    mesh = given == options.meshes.end() ? rescale(mesh, index.world_size) : replace_axes(mesh, given->second);
+  }
+  for (std::size_t t = 0; t < source.tensors.size(); ++t) {
+    TensorEntry tensor = source.tensors[t];
+    if (options.select && !options.select(tensor)) continue;
+    move_tensor(tensor, source.meshes[tensor.mesh], index.meshes[tensor.mesh]);
+    const DType dtype = options.dtype ? options.dtype(tensor) : tensor.spec.dtype;
+    if (dtype != tensor.spec.dtype && (!is_castable(dtype) || !is_castable(tensor.spec.dtype)))
+      throw ConfigError(fmt::format("tensor \"{}\" is {} and cannot be cast to {}: only f64, f32, f16 and bf16 can",
+                                    tensor.name, to_string(tensor.spec.dtype), to_string(dtype)));
+    tensor.spec.dtype = dtype;
+    tensor.digest = 0;
+    index.tensors.push_back(std::move(tensor));
+    target.sources.push_back(t);
+  }
+  if (index.tensors.empty() && !source.tensors.empty()) throw ConfigError("no tensor is left to copy");
+  validate(index);
   return target;
 }
 
-/// Turns ranges of target pieces into boxes, and reads them.
-void fetch(CheckpointReader& reader, const CheckpointIndex& target, std::span<const PieceRequest> requests) {
+void cast_elements(DType to, std::byte* target, DType from, const std::byte* source, std::int64_t count) {
+  for_castable(from, [&]<class From>(std::type_identity<From>) {
+    for_castable(to, [&]<class To>(std::type_identity<To>) {
+      const auto* const values = reinterpret_cast<const From*>(source);
+      auto* const results = reinterpret_cast<To*>(target);
+      for (std::int64_t i = 0; i < count; ++i) results[i] = static_cast<To>(static_cast<Compute<To, From>>(values[i]));
+    });
+  });
+}
+
+/// Turns ranges of target pieces into boxes, reads them, and casts.
+void fetch(CheckpointReader& reader, const Target& target, std::span<const PieceRequest> requests) {
+  struct Waiting {
+    const PieceRequest* request;
+    DType to;
+    DType from;
+    std::int64_t count;
+    std::vector<std::byte> bytes;
+  };
+  std::vector<Waiting> casts;
   std::vector<BoxRequest> boxes;
   for (const PieceRequest& request : requests) {
     const Piece& piece = *request.piece;
-    const std::int64_t width = size_of(target.tensors[piece.tensor].spec.dtype);
-    const std::int64_t begin = request.begin / width;
-    const std::int64_t end = begin + static_cast<std::int64_t>(request.target.size()) / width;
-    for_each_box(piece.box.extent, begin, end, [&](Box box, std::int64_t first) {
+    const std::size_t source = target.sources[piece.tensor];
+    const DType to = target.index.tensors[piece.tensor].spec.dtype;
+    const DType from = reader.index().tensors[source].spec.dtype;
+    const std::int64_t begin = request.begin / size_of(to);
+    const std::int64_t count = static_cast<std::int64_t>(request.target.size()) / size_of(to);
+    std::byte* bytes = request.target.data();
+    if (to != from) {
+      casts.push_back(
+          {&request, to, from, count, std::vector<std::byte>(static_cast<std::size_t>(count * size_of(from)))});
+      bytes = casts.back().bytes.data();
+    }
+    for_each_box(piece.box.extent, begin, begin + count, [&](Box box, std::int64_t first) {
       for (std::size_t d = 0; d < box.offset.size(); ++d) box.offset[d] += piece.box.offset[d];
-      boxes.push_back({piece.tensor, std::move(box), request.target.data() + (first - begin) * width});
+      boxes.push_back({source, std::move(box), bytes + (first - begin) * size_of(from)});
     });
   }
   reader.read(boxes);
+  for (const Waiting& cast : casts)
+    cast_elements(cast.to, cast.request->target.data(), cast.from, cast.bytes.data(), cast.count);
 }
+
+/// How the memory is used: a window of what is written, what is cast into it, and the reader's block.
+struct Buffers {
+  std::int64_t window = 0;
+  std::int64_t all = 0;
+};
+
+Buffers plan_buffers(const CheckpointIndex& source, const Target& target, std::int64_t memory_bytes) {
+  std::int64_t parts = 1;  // of the size of the window
+  for (std::size_t t = 0; t < target.sources.size(); ++t) {
+    const std::int64_t to = size_of(target.index.tensors[t].spec.dtype);
+    const std::int64_t from = size_of(source.tensors[target.sources[t]].spec.dtype);
+    if (target.index.tensors[t].spec.dtype != source.tensors[target.sources[t]].spec.dtype)
+      parts = std::max(parts, 1 + (from + to - 1) / to);
+  }
+  const std::int64_t block = target.index.sizes.block_bytes;
+  const std::int64_t window = std::max<std::int64_t>((memory_bytes / block - 1) / parts, 1) * block;
+  return {window, window * parts + block};
+}
+
+void check_digests(const CheckpointReader& reader, const Target& target) {
+  for (std::size_t t = 0; t < target.sources.size(); ++t) {
+    const TensorEntry& written = target.index.tensors[t];
+    const TensorEntry& expected = reader.index().tensors[target.sources[t]];
+    if (written.spec.dtype == expected.spec.dtype && written.digest != expected.digest)
+      throw CorruptError(fmt::format("{}: tensor \"{}\" has content digest {:016x}, but its index says {:016x}",
+                                     reader.directory().string(), written.name, written.digest, expected.digest));
+  }
+}
+
+/// Writes the files of a target one after the other; completes its index.
+class FileWriter {
+ public:
+  FileWriter(CheckpointReader& reader, Target& target, const ReshardOptions& options, std::int64_t window_bytes)
+      : reader_(reader), target_(target), options_(options), window_bytes_(window_bytes) {
+    const std::int64_t world_size = target.index.world_size;
+    has_local_ = reader.index().world_size == world_size || options.rank_local != RankLocalPolicy::error;
+    if (!has_local_) (void)reader.rank_local(0, world_size, options.rank_local);  // throws, if there are any
+    for (const TensorEntry& tensor : target.index.tensors) total_ += tensor.bytes();
+  }
+
+  void write(const std::filesystem::path& directory) {
+    const std::int64_t world_size = target_.index.world_size;
+    const std::int64_t per_file = std::min(options_.ranks_per_file, world_size);
+    const std::int64_t files = (world_size - 1) / per_file + 1;
+    for (std::int64_t file = 0; file < files; ++file) {
+      FilePlan plan;
+      plan.file = static_cast<std::size_t>(file);
+      plan.files = static_cast<std::size_t>(files);
+      for (std::int64_t rank = file * per_file; rank < std::min(world_size, (file + 1) * per_file); ++rank)
+        plan.ranks.push_back(rank);
+      write_file(directory, std::move(plan));
+    }
+  }
+
+ private:
+  void write_file(const std::filesystem::path& directory, FilePlan file) {
+    CheckpointIndex& index = target_.index;
+    std::vector<RankPlan> plans;
+    std::vector<RankLocalValues> values;
+    for (const std::int64_t rank : file.ranks) {
+      plans.push_back(plan_rank(index, rank));
+      values.push_back(has_local_ ? reader_.rank_local(rank, index.world_size, options_.rank_local)
+                                  : RankLocalValues());
+      file.counts.push_back(count_rank(index, plans.back(), values.back()));
+    }
+    index.files.push_back({0, file.ranks});
+    for (file.position = 0; file.position < file.ranks.size(); ++file.position) {
+      const RankPlan& plan = plans[file.position];
+      ShardWriter writer(directory, index, plan, file, values[file.position]);
+      index.files.back().size = writer.file_size();
+      index.segments.push_back(writer.segments());
+      if (options_.dry_run) continue;
+      writer.write(window_bytes_, [&](std::span<const PieceRequest> requests) {
+        fetch(reader_, target_, requests);
+        for (const PieceRequest& request : requests) done_ += static_cast<std::int64_t>(request.target.size());
+        if (options_.progress) options_.progress(done_, total_);
+      });
+      for (std::size_t p = 0; p < plan.pieces.size(); ++p)
+        index.tensors[plan.pieces[p].tensor].digest ^= writer.digests()[p];
+    }
+  }
+
+  CheckpointReader& reader_;
+  Target& target_;
+  const ReshardOptions& options_;
+  std::int64_t window_bytes_;
+  bool has_local_ = false;
+  std::int64_t done_ = 0;
+  std::int64_t total_ = 0;
+};
 
 }  // namespace
 
 }  // namespace checkpoint
 
-ReshardReport reshard(const std::filesystem::path& source, const std::filesystem::path& target,
+ReshardReport reshard(const std::filesystem::path& source, const std::filesystem::path& path,
                       const ReshardOptions& options) {
   using namespace checkpoint;
   CheckpointReader reader(source);
-  ReshardReport report{reader.index(), describe_target(reader.index(), options.world_size)};
-  CheckpointIndex& index = report.target;
-  const std::int64_t block_bytes = index.sizes.block_bytes;
-  // The reader holds one block besides the window.
-  const std::int64_t window_bytes = std::max<std::int64_t>(options.memory_bytes / block_bytes - 1, 1) * block_bytes;
-  std::int64_t total = 0;
-  for (const TensorEntry& tensor : index.tensors) total += tensor.bytes();
-
-  const Publication publication(target, index.save_id);
-  publication.prepare();
+  Target target = describe_target(reader.index(), options);
+  const Buffers buffers = plan_buffers(reader.index(), target, options.memory_bytes);
+  const Publication publication(path, target.index.save_id);
+  FileWriter writer(reader, target, options, buffers.window);
+  if (options.dry_run) {
+    writer.write(publication.partial());
+    return {reader.index(), std::move(target.index), buffers.all};
+  }
+  publication.prepare(options.overwrite);
   try {
     publication.note_owner();
-    std::int64_t done = 0;
-    for (std::int64_t rank = 0; rank < index.world_size; ++rank) {
-      const RankPlan plan = plan_rank(index, rank);
-      ShardWriter writer(publication.partial(), index, plan,
-                         {static_cast<std::size_t>(rank),
-                          static_cast<std::size_t>(index.world_size),
-                          {rank},
-                          {count_rank(index, plan, {})},
-                          0});
-      writer.write(window_bytes, [&](std::span<const PieceRequest> requests) {
-        fetch(reader, index, requests);
-        for (const PieceRequest& request : requests) done += static_cast<std::int64_t>(request.target.size());
-        if (options.progress) options.progress(done, total);
-      });
-      for (std::size_t p = 0; p < plan.pieces.size(); ++p)
-        index.tensors[plan.pieces[p].tensor].digest ^= writer.digests()[p];
-      index.files.push_back({writer.file_size(), {rank}});
-      index.segments.push_back(writer.segments());
-    }
-    for (std::size_t t = 0; t < index.tensors.size(); ++t)
-      if (index.tensors[t].digest != report.source.tensors[t].digest)
-        throw CorruptError(fmt::format("{}: tensor \"{}\" has content digest {:016x}, but its index says {:016x}",
-                                       source.string(), index.tensors[t].name, index.tensors[t].digest,
-                                       report.source.tensors[t].digest));
-    write_index(publication.partial(), index);
-    publication.publish();
+    writer.write(publication.partial());
+    check_digests(reader, target);
+    write_index(publication.partial(), target.index);
+    publication.publish(options.overwrite);
   } catch (...) {
     publication.discard();
     throw;
   }
-  return report;
+  return {reader.index(), std::move(target.index), buffers.all};
 }
 
 }  // namespace fsdp2

@@ -86,19 +86,23 @@ VerifyReport verify(const std::filesystem::path& directory, const VerifyOptions&
       }
     }
   };
-  const std::size_t before = report.problems.size();
+  std::vector<bool> is_whole(index.tensors.size(), true);  // else digests lack what the bad files hold
   for (std::size_t f = 0; f < index.files.size(); ++f) {
     try {
       check_file(f);
     } catch (const CheckpointError& error) {
       report.problems.push_back(error.what());
+      for (const std::int64_t rank : index.files[f].ranks)
+        for (const Piece& piece : reader.plan(rank).pieces) is_whole[piece.tensor] = false;
     }
   }
-  if (report.problems.size() == before)  // else digests lack what the bad files hold
-    for (std::size_t t = 0; t < index.tensors.size(); ++t)
-      if (digests[t] != index.tensors[t].digest)
-        report.problems.push_back(fmt::format("tensor \"{}\" has content digest {:016x}, but the index says {:016x}",
-                                              index.tensors[t].name, digests[t], index.tensors[t].digest));
+  for (std::size_t t = 0; t < index.tensors.size(); ++t) {
+    if (!is_whole[t]) continue;
+    if (!options.quick) ++report.tensors;
+    if (digests[t] != index.tensors[t].digest)
+      report.problems.push_back(fmt::format("tensor \"{}\" has content digest {:016x}, but the index says {:016x}",
+                                            index.tensors[t].name, digests[t], index.tensors[t].digest));
+  }
   return report;
 }
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs fsdp2-ckpt on checkpoints that it did not write. Usage: fsdp2_ckpt_test.py <fsdp2-ckpt>"""
 
+import json
+import math
 import os
 import re
 import shutil
@@ -16,11 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "checkpoints"), str(ROOT / "tests" / "golden")]
 
 import h5py
+import numpy as np
 
 import read_checkpoint as reader
 import write_checkpoint as writer
 
 TOOL = sys.argv.pop(1)
+COMMANDS = ("inspect", "verify", "reshard", "diff", "list", "prune")
 
 
 class ToolTest(unittest.TestCase):
@@ -57,6 +61,12 @@ class ToolTest(unittest.TestCase):
         self.assertNotIn("HDF5-DIAG", result.stderr)
         return result
 
+    def document(self, *arguments, status=0):
+        """What the tool prints with --json: one document in ASCII."""
+        text = self.expect(status, *arguments, "--json").stdout
+        self.assertTrue(text.isascii() and text.replace("\n", "").isprintable())
+        return json.loads(text)
+
     def copy(self, name):
         """To be damaged."""
         return Path(shutil.copytree(self.samples / name, self.folder / "damaged"))
@@ -88,6 +98,24 @@ def flip_tensor(checkpoint, name):
     return shard.name
 
 
+def write_values(path, values, world_size=2, step=100, save_id=writer.SAVE_ID, metadata=None, mesh="mesh", rank_local={}):
+    """A checkpoint of arrays, by name: their dtype is numpy's, or "bf16" for ("bf16", uint16 array). Dimension 0 is sharded."""
+    kinds = {"float64": "f64", "float32": "f32", "float16": "f16", "complex64": "complex64", "int64": "i64", "uint64": "u64"}
+    arrays = {name: value if isinstance(value, tuple) else (kinds[value.dtype.name], value) for name, value in values.items()}
+    tensors = [writer.Tensor(name, kind, array.shape, [("S", 0) if array.ndim else writer.REPLICATE], [0])
+               for name, (kind, array) in arrays.items()]
+    sample = writer.Sample(world_size, [writer.Mesh(mesh, ["dp"], [world_size], [1])], tensors,
+                           [[rank] for rank in range(world_size)], step=step, metadata=metadata, rank_local=dict(rank_local))
+    right = writer.content
+    try:
+        writer.content = lambda tensor: np.frombuffer(arrays[tensor.name][1].tobytes(), "u1").reshape(
+            *tensor.shape, tensor.itemsize)
+        writer.write(path, sample, save_id)
+    finally:
+        writer.content = right
+    return Path(path)
+
+
 def swap(a, b):
     a.rename(a.parent / "away")
     b.rename(a)
@@ -105,9 +133,9 @@ class Usage(ToolTest):
     needs = ["empty"]
 
     def test_help(self):
-        result = self.expect(0, "--help", out=["inspect", "verify", "reshard", "Exit status: 0"])
+        result = self.expect(0, "--help", out=[*COMMANDS, "Exit status: 0"])
         self.assertIn("unreadable input", result.stdout)
-        for command in ("inspect", "verify", "reshard"):
+        for command in COMMANDS:
             self.expect(0, command, "--help", out=[command])
 
     def test_version(self):
@@ -122,6 +150,9 @@ class Usage(ToolTest):
         self.expect(2, "inspect", sample, "--frobnicate", err=["--frobnicate"])
         self.expect(2, "inspect", sample, "too-much", err=["too-much"])
         self.expect(2, "reshard", sample, err=["DST"])
+        self.expect(2, "diff", sample, err=["B"])
+        self.expect(2, "list", err=["ROOT"])
+        self.expect(2, "prune", self.folder, err=["--keep-last"])
         self.expect(2, "reshard", sample, self.folder / "out", err=["--world-size"])
         self.assertEqual(self.names(), [])
 
@@ -146,6 +177,54 @@ class Inspect(ToolTest):
             for line, tensor in zip(lines, tensors.values(), strict=True):
                 for part in (tensor.name, tensor.dtype, str(list(tensor.shape)), f"{tensor.digest:016x}"):
                     self.assertIn(part, line)
+
+    def test_ranks(self):
+        for name in ("dp3", "mixed"):
+            sizes = {}
+            for pieces in reader.Checkpoint(self.samples / name)._pieces_of.values():
+                for piece in pieces:
+                    sizes[piece.file] = sizes.get(piece.file, 0) + math.prod(piece.extent) * piece.tensor.itemsize
+            document = self.document("inspect", self.samples / name, "--ranks")
+            of_files = {f: sum(document["bytes_of_ranks"][rank] for rank in file["ranks"])
+                        for f, file in enumerate(document["files"])}
+            self.assertEqual(of_files, sizes)
+        result = self.expect(0, "inspect", self.samples / "dp3", "--ranks", out=["balance"])
+        bars = re.findall(r"^ +(\d) +(\d) +[\d.]+ \w+  (#+)$", result.stdout, re.MULTILINE)
+        self.assertEqual([(rank, file) for rank, file, _ in bars], [("0", "0"), ("1", "1"), ("2", "2")])
+        self.assertEqual(max(len(bar) for _, _, bar in bars), 40)
+
+    def test_json(self):
+        for name in ("dp3", "mixed", "empty"):
+            checkpoint = reader.Checkpoint(self.samples / name)
+            document = self.document("inspect", self.samples / name, "--tensors", "--ranks")
+            self.assertEqual(document["save_id"], writer.SAVE_ID)
+            self.assertEqual((document["step"], document["world_size"]), (checkpoint.step, checkpoint.world_size))
+            self.assertEqual(json.loads(document["metadata"] or "null"), checkpoint.metadata)
+            self.assertEqual(document["tensors"], len(checkpoint.tensors))
+            self.assertEqual([(t["name"], t["dtype"], tuple(t["shape"]), int(t["digest"], 16)) for t in document["tensor_table"]],
+                             [(t.name, t.dtype, tuple(t.shape), t.digest) for t in checkpoint.tensors.values()])
+            self.assertEqual(sum(document["bytes_of_ranks"]), document["tensor_bytes"])
+            for file in document["files"]:
+                self.assertEqual((self.samples / name / file["name"]).stat().st_size, file["bytes"])
+        mesh = self.document("inspect", self.samples / "mixed")["meshes"][1]
+        self.assertEqual(mesh, {"name": "list", "axes": [{"name": "x", "size": 5, "role": "none"}], "ranks": [4, 0, 5, 2, 3]})
+
+    def test_no_escape_reaches_the_terminal(self):
+        evil = "\x1b]0;owned\x07\x9b2J\u202e\r\n\x7f"
+        path = write_values(self.folder / "evil", {f"w{evil}": np.ones(3), "\u00e4\u2713": np.ones(3)}, mesh=f"m{evil}",
+                            metadata=f"{evil}")
+        index = path / "index.h5"
+        for arguments in (["inspect", path, "--tensors", "--ranks"], ["verify", path], ["diff", path, self.samples / "dp3"]):
+            result = self.tool(*arguments)
+            self.assertTrue(result.stdout.replace("\n", "").isprintable(), result.stdout)
+        result = self.expect(0, "inspect", path, "--tensors", out=["w\\x1b]0;owned\\x07\\xc2\\x9b2J\\xe2\\x80\\xae\\x0d\\x0a\\x7f", "\u00e4\u2713"])
+        self.assertEqual(self.document("inspect", path, "--tensors")["tensor_table"][0]["name"], f"w{evil}")
+        flip_tensor(path, f"w{evil}")
+        shutil.copytree(path, self.folder / f"copy{evil}")
+        for arguments in (["verify", path], ["verify", self.folder / f"copy{evil}"], ["reshard", self.folder / f"copy{evil}", self.folder / "out", "--world-size", 1]):
+            result = self.tool(*arguments)
+            self.assertTrue((result.stdout + result.stderr).replace("\n", "").isprintable(), result.stderr)
+            self.assertIn("CRC", result.stderr)
 
     def test_reads_the_index_only(self):
         path = self.copy("dp3")
@@ -184,6 +263,37 @@ class Verify(ToolTest):
         self.expect(2, "verify", __file__, err=["not a directory"])
         hidden = self.copy("empty").rename(self.folder / ".step-1.trash-0")
         self.expect(2, "verify", hidden, err=["not a checkpoint"])
+
+    def test_says_what_it_checked(self):
+        tensors = len(reader.Checkpoint(self.samples / "dp3").tensors)
+        self.expect(0, "verify", self.samples / "dp3", out=[f"3 of 3 files, {tensors} of {tensors} tensors"])
+        self.expect(0, "verify", self.samples / "dp3", "--quick", out=["3 of 3 files", f"no bytes of {tensors} tensors"])
+        document = self.document("verify", self.samples / "dp3")
+        bytes_checked = sum(segment for shard in self.samples.glob("dp3/shard-*") for segment in self.arenas(shard))
+        self.assertEqual(document, {"checkpoint": str(self.samples / "dp3"), "valid": True, "quick": False, "tensors": tensors,
+                                    "tensors_checked": tensors, "files": 3, "files_checked": 3,
+                                    "bytes_checked": bytes_checked, "problems": []})
+        document = self.document("verify", self.samples / "dp3", "--quick")
+        self.assertEqual((document["valid"], document["tensors_checked"], document["bytes_checked"]), (True, 0, 0))
+
+    def arenas(self, shard):
+        with h5py.File(shard, "r") as file:
+            return [data.id.get_storage_size() for data in file["data"].values()]
+
+    def test_says_what_it_could_not_check(self):
+        path = self.copy("dp3")
+        (path / "shard-00001-of-00003.h5").unlink()
+        document = self.document("verify", path, status=1)
+        lost = {piece.tensor.name for pieces in reader.Checkpoint(self.samples / "dp3")._pieces_of.values() for piece in pieces
+                if piece.file == 1}
+        self.assertEqual(document["files_checked"], 2)
+        self.assertEqual(document["tensors"] - document["tensors_checked"], len(lost))
+        self.assertEqual(len(document["problems"]), 1)
+        self.assertIn("shard-00001-of-00003.h5", document["problems"][0])
+        flip(path / "index.h5", dataset(path / "index.h5", "/check")[0])
+        document = self.document("verify", path, status=1)
+        self.assertFalse(document["valid"])
+        self.assertIn("/check", document["problems"][0])
 
     def test_missing_shard(self):
         path = self.copy("dp3")
@@ -284,7 +394,7 @@ class Reshard(ToolTest):
         source = reader.Checkpoint(self.samples / "dp3")
         for ranks in (1, 2, 5, 12):
             target = self.folder / f"to{ranks}"
-            self.expect(0, "reshard", self.samples / "dp3", target, "--world-size", ranks, "--memory", "4KiB",
+            self.expect(0, "reshard", self.samples / "dp3", target, "--world-size", ranks, "--memory", "4KiB", "--rank-local=each",
                         out=["3 ranks", f"{ranks} ranks", "all content digests equal"])
             self.assertEqual(self.names(), [target.name])
             self.expect(0, "verify", target, out=[": valid"])
@@ -300,8 +410,8 @@ class Reshard(ToolTest):
             shutil.rmtree(target)
 
     def test_there_and_back(self):
-        self.expect(0, "reshard", self.samples / "dp3", self.folder / "a", "--world-size", 7, out=["7 ranks"])
-        self.expect(0, "reshard", self.folder / "a", self.folder / "b", "--world-size", 3, out=["3 ranks"])
+        self.expect(0, "reshard", self.samples / "dp3", self.folder / "a", "--world-size", 7, "--rank-local=each", out=["7 ranks"])
+        self.expect(0, "reshard", self.folder / "a", self.folder / "b", "--world-size", 3, "--rank-local=each", out=["3 ranks"])
         self.assertEqual({t.name: t.digest for t in reader.Checkpoint(self.folder / "b").tensors.values()},
                          {t.name: t.digest for t in reader.Checkpoint(self.samples / "dp3").tensors.values()})
 
@@ -315,7 +425,7 @@ class Reshard(ToolTest):
 
     def test_meshes_in_files_of_several_ranks(self):
         """Two meshes, a rank list, files that hold three ranks each, ragged cuts: all of it becomes plain."""
-        self.expect(0, "reshard", self.samples / "mixed", self.folder / "out", "--world-size", 4, "--memory", "4KiB",
+        self.expect(0, "reshard", self.samples / "mixed", self.folder / "out", "--world-size", 4, "--memory", "4KiB", "--rank-local=first",
                     out=["dp=3,tp=2 -> dp=2,tp=2", "x=5 -> x=4"])
         checkpoint = reader.Checkpoint(self.folder / "out")
         checkpoint.verify()
@@ -347,7 +457,7 @@ class Reshard(ToolTest):
 
     def test_target_that_cannot_be_made(self):
         (self.folder / "file").touch()
-        self.expect(3, "reshard", self.samples / "dp3", self.folder / "file" / "out", "--world-size", 2, err=["file"])
+        self.expect(3, "reshard", self.samples / "dp3", self.folder / "file" / "out", "--world-size", 2, "--rank-local=each", err=["file"])
         self.expect(2, "reshard", self.samples / "dp3", self.folder / ".out", "--world-size", 2, err=["begins with '.'"])
         self.assertEqual(self.names(), ["file"])
 
@@ -360,7 +470,7 @@ class Reshard(ToolTest):
         """Found while working: nothing is published, and nothing stays."""
         path = self.copy("dp3")
         shard = flip_tensor(path, "f32.5x17.S0")
-        self.expect(3, "reshard", path, self.folder / "out", "--world-size", 2, err=[shard, "f32"])
+        self.expect(3, "reshard", path, self.folder / "out", "--world-size", 2, "--rank-local=each", err=[shard, "f32"])
         self.assertEqual(self.names(), ["damaged"])
         shutil.rmtree(path)
         path = self.copy("dp3")
@@ -368,10 +478,359 @@ class Reshard(ToolTest):
         self.expect(3, "reshard", path, self.folder / "out", "--world-size", 2, err=["shard-00001-of-00003.h5"])
         self.assertEqual(self.names(), ["damaged"])
 
+    def values(self, path):
+        """Every tensor's bytes, by name, after the independent reader has checked all of it."""
+        checkpoint = reader.Checkpoint(path)
+        checkpoint.verify()
+        return {name: checkpoint.read(name).tobytes() for name in checkpoint.tensors}
+
+    def contents(self, name):
+        return {tensor.name: writer.content(tensor).tobytes() for tensor in writer.SAMPLES[name]().tensors}
+
+    def reshard(self, source, *arguments):
+        """Reshards into a folder of a new name, and returns it."""
+        target = self.folder / f"out{len(self.names())}"
+        result = self.expect(0, "reshard", source, target, *arguments)
+        self.assertIn("content digests equal", result.stdout)
+        return target
+
+    def test_chains(self):
+        """Any way round, the bytes stay; ranks are ordered by number, not by text."""
+        path = self.samples / "dp3"
+        for arguments in (["--world-size", 12], ["--world-size", 1], ["--world-size", 101, "--ranks-per-file", 7],
+                          ["--world-size", 3], ["--mesh", "dp=2,tp=2"], ["--mesh", "tp=3,dp=1"], ["--mesh", "dp=1"]):
+            path = self.reshard(path, *arguments, "--rank-local=first", "--memory=16KiB")
+            self.assertEqual(self.values(path), self.contents("dp3"))
+            self.expect(0, "diff", self.samples / "dp3", path, out=["are equal"])
+
+    def test_meshes(self):
+        target = self.reshard(self.samples / "dp3", "--mesh", "tp=2,dp=3", "--rank-local=each")
+        mesh = self.document("inspect", target)["meshes"][0]
+        self.assertEqual(mesh["axes"], [{"name": "tp", "size": 2, "role": "none"}, {"name": "dp", "size": 3, "role": "shard"}])
+        tensor = {t["name"]: t for t in self.document("inspect", target, "--tensors")["tensor_table"]}["f32.5x17.S1"]
+        self.assertEqual((tensor["placements"], tensor["split_order"]), (["Replicate", "Shard(1)"], [1, 0]))
+        target = self.reshard(self.samples / "grid", "--mesh", "tp=4,dp=3,pp=2")
+        self.assertEqual(self.values(target), self.contents("grid"))
+        self.assertEqual(reader.Checkpoint(target).world_size, 24)
+
+    def test_named_meshes(self):
+        target = self.reshard(self.samples / "mixed", "--mesh", "list:x=4", "--mesh", "row:dp=1,tp=4", "--rank-local=first")
+        self.assertEqual(self.values(target), self.contents("mixed"))
+        self.assertEqual([mesh["axes"][-1]["size"] for mesh in self.document("inspect", target)["meshes"]], [4, 4])
+        target = self.reshard(self.samples / "mixed", "--mesh", "list:x=4", "--rank-local=first")  # the other is rescaled
+        self.assertEqual(self.values(target), self.contents("mixed"))
+
+    def test_meshes_that_do_not_fit(self):
+        for sample, arguments, parts in (
+                ("grid", ["--mesh", "dp=4"], ["dp=4", "cannot carry tensor", '"tp"']),
+                ("dp3", ["--mesh", "tp=4"], ["tp=4", "cannot carry tensor", '"dp"', "Shard(0)"]),
+                ("dp3", ["--mesh", "other:dp=4"], ['no mesh "other"', '"mesh"']),
+                ("dp3", ["--mesh", "dp=4", "--world-size=3"], ["dp=4", "4 ranks", "3"]),
+                ("mixed", ["--mesh", "list:x=4", "--mesh", "row:dp=3,tp=2"], ["6 ranks", "4"]),
+                ("dp3", ["--mesh", "dp=2", "--mesh", "dp=3"], ["given before"]),
+                *(("dp3", ["--mesh", text], ["--mesh"]) for text in (
+                    "", "dp", "dp=", "dp=x", "dp=0", "dp=-1", "dp=2,", "dp=2,dp=2", "=2", "dp=2=3", "dp=99999999999999999999",
+                    "dp=4294967296,tp=4294967296", "mesh:", "dp=2 "))):
+            self.expect(2, "reshard", self.samples / sample, self.folder / "out", *arguments, "--rank-local=first", err=parts)
+        self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--mesh=dp=3000000000", err=["2147483647"])
+        self.assertEqual(self.names(), [])
+
+    def test_ranks_per_file(self):
+        for ranks, per_file, files in ((7, 3, [[0, 1, 2], [3, 4, 5], [6]]), (4, 9, [[0, 1, 2, 3]]), (2, 1, [[0], [1]])):
+            target = self.reshard(self.samples / "dp3", "--world-size", ranks, "--ranks-per-file", per_file, "--rank-local=each")
+            self.assertEqual(self.values(target), self.contents("dp3"))
+            self.assertEqual([file["ranks"] for file in self.document("inspect", target)["files"]], files)
+            self.expect(0, "verify", target, out=[": valid"])
+        for value in ("0", "-1", "x"):
+            self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", f"--ranks-per-file={value}",
+                        err=["--ranks-per-file"])
+
+    def test_rank_local(self):
+        """dp3 has values of ranks 1 and 2."""
+        one, two = b"state of rank 1", b"state of rank 2"
+        for policy, ranks, expected in (
+                ("each", 2, [{}, {"rng": one}]), ("each", 4, [{}, {"rng": one}, {"empty": b"", "rng": two}, {}]),
+                ("first", 2, [{}, {}]), ("concatenate", 2, [{"rng": one}, {"empty": b"", "rng": two}]),
+                ("concatenate", 1, [{"empty": b"", "rng": one + two}]), ("error", 3, [{}, {"rng": one}, {"empty": b"", "rng": two}])):
+            for per_file in (1, 2):
+                target = self.reshard(self.samples / "dp3", "--world-size", ranks, "--rank-local", policy, "--ranks-per-file", per_file)
+                checkpoint = reader.Checkpoint(target)
+                self.assertEqual([{key: bytes(value) for key, value in checkpoint.rank_local(rank).items()} for rank in range(ranks)],
+                                 expected, policy)
+        for arguments in ([], ["--rank-local=error"], ["--dry-run"]):
+            self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", *arguments,
+                        err=["rank-local values of 3 ranks", "--rank-local"])
+        self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", "--rank-local=x", err=["--rank-local"])
+        self.reshard(self.samples / "grid", "--world-size=2")  # has none
+        self.assertNotIn("out", self.names())
+
+    def test_include_and_exclude(self):
+        target = self.reshard(self.samples / "dp3", "--world-size=2", "--include=f32.*", "--include", "nan.?16.*",
+                              "--exclude=*.S1", "--rank-local=each")
+        expected = {name: data for name, data in self.contents("dp3").items()
+                    if (name.startswith("f32.") or name.startswith("nan.f16.")) and not name.endswith(".S1")}
+        self.assertGreater(len(expected), 5)
+        self.assertEqual(self.values(target), expected)
+        for arguments, part in ((["--include=f31*"], "--include f31*"), (["--exclude=zz"], "--exclude zz"),
+                                (["--exclude=*"], "no tensor is left")):
+            self.expect(2, "reshard", self.samples / "dp3", self.folder / "out", "--world-size=2", *arguments, err=[part])
+
+    def test_casts(self):
+        numbers = np.array([0, -0.0, 1, 1 + 2**-9, 1 + 3 * 2**-9, 65504, 65520, 1e-7, -3.0e38, math.inf, math.nan, 5e-324])
+        with np.errstate(over="ignore", under="ignore"):
+            arrays = {"a": np.tile(numbers, 700), "b": np.tile(numbers.astype("f4"), 700), "i": np.arange(5)}
+            halves = {name: arrays[name].astype("f2") for name in ("a", "b")}
+        source = write_values(self.folder / "source", arrays)
+        target = self.reshard(source, "--world-size=3", "--cast=[ab]=f16", "--memory=1")
+        found = reader.Checkpoint(target)
+        found.verify()
+        for name in ("a", "b"):
+            self.assertEqual(found.tensors[name].dtype, "f16")
+            np.testing.assert_array_equal(np.frombuffer(found.read(name).tobytes(), "f2"), halves[name])
+        self.assertEqual(found.tensors["i"].digest, reader.Checkpoint(source).tensors["i"].digest)
+        back = reader.Checkpoint(self.reshard(target, "--world-size=2", "--cast=a=f64", "--cast=b=f64", "--cast=b=f32"))
+        np.testing.assert_array_equal(np.frombuffer(back.read("a").tobytes(), "f8"), halves["a"].astype("f8"))
+        np.testing.assert_array_equal(np.frombuffer(back.read("b").tobytes(), "f4"), halves["b"].astype("f4"))
+        brief = reader.Checkpoint(self.reshard(source, "--world-size=2", "--cast=b=bf16"))
+        wide = (np.frombuffer(brief.read("b").tobytes(), "u2").astype("u4") << 16).view("f4")
+        bits = arrays["b"].view("u4").astype("u8")
+        rounded = (((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u4") << 16).view("f4")
+        np.testing.assert_array_equal(wide, np.where(np.isnan(arrays["b"]), arrays["b"], rounded))
+        for cast, part in (("i=f32", '"i" is i64'), ("a=i64", "cannot be cast to i64"), ("a=f8_e4m3", "f8_e4m3"), ("a", "--cast"),
+                           ("a=f33", "f33"), ("z=f32", "--cast z")):
+            self.expect(2, "reshard", source, self.folder / "out", "--world-size=2", f"--cast={cast}", err=[part])
+        document = self.document("reshard", source, self.folder / "out", "--world-size=2", "--cast=a=bf16")
+        self.assertEqual((document["casts"], document["digests_equal"]), (["a: f64 -> bf16"], 2))
+
+    def test_cast_of_nothing(self):
+        """A cast to the dtype that is there changes no bit, NaNs included, and the digest says so."""
+        target = self.reshard(self.samples / "dp3", "--world-size=3", "--cast=nan.f32*=f32")
+        self.assertEqual(self.values(target), self.contents("dp3"))
+
+    def test_overwrite(self):
+        target = self.reshard(self.samples / "grid", "--world-size=2")
+        before = self.document("inspect", target)["save_id"]
+        self.expect(2, "reshard", self.samples / "dp3", target, "--world-size=3", err=["--overwrite"])
+        self.expect(0, "reshard", self.samples / "dp3", target, "--world-size=3", "--overwrite", out=["equal"])
+        self.assertNotEqual(self.document("inspect", target)["save_id"], before)
+        self.assertEqual(self.values(target), self.contents("dp3"))
+        self.expect(0, "reshard", target, target, "--world-size=2", "--overwrite", "--rank-local=each", out=["equal"])  # itself
+        self.assertEqual(self.values(target), self.contents("dp3"))
+        self.assertEqual(self.names(), [target.name])
+
+    def test_overwrite_replaces_checkpoints_only(self):
+        (self.folder / "home").mkdir()
+        (self.folder / "home" / "thesis").touch()
+        self.expect(2, "reshard", self.samples / "grid", self.folder / "home", "--world-size=2", "--overwrite", err=["no checkpoint"])
+        self.assertEqual(os.listdir(self.folder / "home"), ["thesis"])
+        self.assertEqual(self.names(), ["home"])
+
+    def test_overwrite_after_damage(self):
+        """What could not be resharded leaves the old one."""
+        target = self.reshard(self.samples / "grid", "--world-size=2")
+        path = self.copy("dp3")
+        shard = flip_tensor(path, "f32.5x17.S0")
+        self.expect(3, "reshard", path, target, "--world-size=3", "--overwrite", err=[shard])
+        self.assertEqual(self.values(target), self.contents("grid"))
+        self.assertEqual(self.names(), ["damaged", target.name])
+
+    def test_dry_run(self):
+        """Says exactly what a run then does."""
+        arguments = ["--world-size=5", "--ranks-per-file=2", "--memory=64KiB", "--rank-local=each", "--cast=f32.*=f64"]
+        self.expect(0, "reshard", self.samples / "dp3", self.folder / "out", *arguments, "--dry-run", out=["would write", "3 shard files", "memory"])
+        dry = self.document("reshard", self.samples / "dp3", self.folder / "out", *arguments, "--dry-run")
+        self.assertEqual(self.names(), [])
+        wet = self.document("reshard", self.samples / "dp3", self.folder / "out", *arguments)
+        for file in wet["files"]:
+            self.assertEqual((self.folder / "out" / file["name"]).stat().st_size, file["bytes"])
+        self.assertEqual({**dry, "dry_run": False, "digests_equal": wet["digests_equal"]}, wet)
+        self.assertEqual(wet["digests_equal"], wet["tensors"] - len(wet["casts"]))
+        self.assertLessEqual(wet["memory_bytes"], 64 << 10)
+
     def test_quiet(self):
-        result = self.expect(0, "reshard", self.samples / "dp3", self.folder / "out", "--world-size", 2, "--quiet")
+        result = self.expect(0, "reshard", self.samples / "dp3", self.folder / "out", "--world-size", 2, "--rank-local=each", "--quiet")
         self.assertEqual(result.stdout, "")
         self.assertEqual(self.names(), ["out"])
+
+
+class Diff(ToolTest):
+    needs = ["dp3"]
+
+    def differences(self, a, b, *options, **changes):
+        """Of a checkpoint of these arrays and one with some of them changed."""
+        write_values(self.folder / "a", a)
+        write_values(self.folder / "b", b, world_size=3)
+        try:
+            result = self.tool("diff", self.folder / "a", self.folder / "b", "--json", *options)
+            document = json.loads(result.stdout)
+            self.assertEqual(result.returncode, 0 if document["equal"] else 1)
+            self.assertEqual(document["equal"], not document["differences"])
+            return {entry.pop("name"): entry for entry in document["differences"]}
+        finally:
+            shutil.rmtree(self.folder / "a")
+            shutil.rmtree(self.folder / "b")
+
+    def test_equal(self):
+        """NaNs of all kinds included; no byte is read, so damage and missing files do not matter."""
+        path = self.copy("dp3")
+        for shard in path.glob("shard-*"):
+            shard.unlink()
+        tensors = len(reader.Checkpoint(self.samples / "dp3").tensors)
+        self.expect(0, "diff", self.samples / "dp3", path, out=["are equal", f"{tensors} tensors equal in all bits", "0 B read"])
+        document = self.document("diff", self.samples / "dp3", path)
+        self.assertEqual((document["equal"], document["tensors_equal"], document["bytes_read"]), (True, tensors, 0))
+
+    def test_values(self):
+        a = np.arange(35, dtype=np.float32).reshape(5, 7)
+        b = a.copy()
+        b[2, 3] += 0.5
+        b[4, 6] -= 8
+        found = self.differences({"w": a, "same": a}, {"w": b, "same": a})
+        self.assertEqual(found, {"w": {"kind": "values", "elements": 2, "not_finite": 0, "max_absolute": 8.0,
+                                       "max_relative": 8 / 26, "first": [2, 3]}})
+        write_values(self.folder / "a", {"w": a})
+        write_values(self.folder / "b", {"w": b})
+        self.expect(1, "diff", self.folder / "a", self.folder / "b",
+                    out=["w: 2 of 35 elements differ, the first at [2, 3]; max abs 8,", "DIFFER", "1 differences"])
+
+    def test_many_windows(self):
+        """More data than memory: the tensor is compared in windows of one block."""
+        a = np.arange(12000, dtype=np.float64).reshape(3, 40, 100)
+        b = a.copy()
+        places = [(0, 0, 1), (0, 39, 99), (1, 3, 4), (2, 39, 99)]
+        for n, place in enumerate(places):
+            b[place] += n + 1
+        found = self.differences({"w": a}, {"w": b}, "--memory", "1")["w"]
+        self.assertEqual((found["elements"], found["first"], found["max_absolute"]), (4, [0, 0, 1], 4.0))
+        b = a.copy()
+        b[2, 39, 99] = -1
+        found = self.differences({"w": a}, {"w": b}, "--memory", "1")["w"]
+        self.assertEqual((found["elements"], found["first"], found["max_absolute"]), (1, [2, 39, 99], 12000.0))
+
+    def test_not_finite(self):
+        nan, inf = math.nan, math.inf
+        a = np.array([nan, nan, inf, inf, 1, -0.0])
+        b = np.array([nan, 1, inf, -inf, nan, 0.0])
+        found = self.differences({"w": a}, {"w": b})["w"]
+        self.assertEqual((found["elements"], found["not_finite"], found["first"]), (4, 3, [1]))
+        self.assertEqual((found["max_absolute"], found["max_relative"]), (0, 0))
+        found = self.differences({"w": a}, {"w": b}, "--atol", "1e300", "--rtol", "1")["w"]
+        self.assertEqual((found["elements"], found["not_finite"], found["first"]), (3, 3, [1]))
+        quiet, other = (np.array([bits], "<u8").view("<f8") for bits in (0x7FF8000000000000, 0x7FF8000000000001))
+        self.assertEqual(self.differences({"w": quiet}, {"w": other})["w"]["not_finite"], 1)
+
+    def test_tolerance(self):
+        a, b = {"w": np.array([1.0, 100.0])}, {"w": np.array([1.5, 101.0])}
+        self.assertEqual(self.differences(a, b, "--atol", "1"), {})
+        self.assertEqual(self.differences(a, b, "--atol", "0.5", "--rtol", "0.005"), {})
+        self.assertEqual(self.differences(a, b, "--atol", "0.9")["w"]["first"], [1])
+        self.assertEqual(self.differences(a, b, "--rtol", "0.1")["w"]["elements"], 1)
+        self.assertEqual(self.differences({"w": np.zeros(1)}, {"w": -np.zeros(1)})["w"]["elements"], 1)
+        write_values(self.folder / "a", a)
+        write_values(self.folder / "b", b)
+        self.expect(0, "diff", self.folder / "a", self.folder / "b", "--atol", 1, out=["1 within the tolerance", "are equal"])
+
+    def test_every_dtype(self):
+        big = 2**63 - 1
+        found = self.differences(
+            {"i64": np.array([big, -big]), "u64": np.array([2**64 - 1], "u8"), "f16": np.array([1, 2], "f2"),
+             "c": np.array([1 + 1j], "c8"), "scalar": np.float64(0) * np.ones(()), "b": ("bf16", np.array([0x3F80], "u2"))},
+            {"i64": np.array([big - 1, big]), "u64": np.array([2**64 - 2], "u8"), "f16": np.array([1, 2.5], "f2"),
+             "c": np.array([4 + 5j], "c8"), "scalar": np.ones(()), "b": ("bf16", np.array([0x4040], "u2"))})
+        self.assertEqual({name: entry["max_absolute"] for name, entry in found.items()},
+                         {"i64": float(2 * big), "u64": 1.0, "f16": 0.5, "c": 5.0, "scalar": 1.0, "b": 2.0})
+        self.assertEqual(found["scalar"]["first"], [])
+        back = self.differences({"w": np.ones(1)}, {"w": np.zeros(1)})["w"]
+        self.assertIsNone(back["max_relative"])
+
+    def test_other_tables(self):
+        one = np.ones((2, 3))
+        found = self.differences({"a": one, "s": one, "t": one, "z": one}, {"b": one, "s": one.T, "t": one.astype("f4"), "z": one})
+        self.assertEqual(found, {"a": {"kind": "only_in_a"}, "b": {"kind": "only_in_b"},
+                                 "s": {"kind": "shape", "a": [2, 3], "b": [3, 2]}, "t": {"kind": "dtype", "a": "f64", "b": "f32"}})
+        write_values(self.folder / "a", {"a": one, "t": one})
+        write_values(self.folder / "b", {"t": one.astype("f4").T})
+        self.expect(1, "diff", self.folder / "a", self.folder / "b",
+                    out=["a: only in " + str(self.folder / "a"), "t: dtype f64 and f32", "t: shape [2, 3] and [3, 2]"])
+
+    def test_errors(self):
+        sample = self.samples / "dp3"
+        self.expect(2, "diff", sample, self.folder, err=["not a checkpoint"])
+        self.expect(2, "diff", self.folder / "nowhere", sample, err=["not a directory"])
+        for value, message in (("-1", "--rtol"), ("x", "--rtol"), ("nan", "tolerances nan")):
+            self.expect(2, "diff", sample, sample, f"--rtol={value}", err=[message])
+        write_values(self.folder / "a", {"w": np.ones(5)})
+        write_values(self.folder / "b", {"w": np.zeros(5)})
+        shard = flip_tensor(self.folder / "b", "w")
+        self.expect(3, "diff", self.folder / "a", self.folder / "b", err=[shard, "CRC"])
+
+
+class ListAndPrune(ToolTest):
+    needs = []
+
+    def run_of(self, *steps):
+        root = self.folder / "run"
+        for step in steps:
+            write_values(root / f"step-{step:08}" if root.mkdir(exist_ok=True) is None else None, {"w": np.ones(4)}, step=step,
+                         save_id=f"{step:032x}")
+        return root
+
+    def leftover(self, root, kind="partial", owner=None):
+        path = root / f".step-00000099.{kind}-{'a' * 32}"
+        path.mkdir()
+        if owner:
+            (path / "owner").write_text(owner)
+        return path
+
+    def test_list(self):
+        root = self.run_of(300, 100, 2)
+        (root / "notes").mkdir()
+        os.truncate(root / "step-00000100" / "index.h5", 1000)
+        result = self.expect(0, "list", root, out=["step-00000300", "UNREADABLE"])
+        self.assertEqual([int(line.split()[0]) for line in result.stdout.splitlines()[1:]], [2, 100, 300])
+        document = self.document("list", root)
+        self.assertEqual([entry["step"] for entry in document], [2, 100, 300])
+        self.assertEqual(["error" in entry for entry in document], [False, True, False])
+        self.assertEqual((document[0]["world_size"], document[0]["tensors"], document[0]["path"]), (2, 1, str(root / "step-00000002")))
+        self.assertEqual(self.document("list", self.folder / "run" / "notes"), [])
+
+    def test_list_errors(self):
+        self.expect(2, "list", self.folder / "nowhere", err=["nowhere", "not a directory"])
+
+    def test_prune(self):
+        root = self.run_of(100, 200, 250, 300, 400)
+        before = sorted(os.listdir(root))
+        arguments = ["prune", root, "--keep-last", 2, "--keep-every", 200]
+        document = self.document(*arguments, "--dry-run")
+        self.assertEqual(document, {"root": str(root), "dry_run": True, "leftovers": [],
+                                    "checkpoints": [str(root / "step-00000100"), str(root / "step-00000250")]})
+        self.expect(0, *arguments, "--dry-run", out=["would remove checkpoint " + str(root / "step-00000100")])
+        self.assertEqual(sorted(os.listdir(root)), before)
+        self.expect(0, *arguments, out=["removed checkpoint " + str(root / "step-00000250")])
+        self.assertEqual(sorted(os.listdir(root)), ["step-00000200", "step-00000300", "step-00000400"])
+        self.assertEqual(self.document(*arguments)["checkpoints"], [])
+
+    def test_the_last_good_one_stays(self):
+        root = self.run_of(1, 2, 3)
+        for shard in (root / "step-00000003").glob("shard-*"):
+            shard.unlink()
+        self.expect(0, "prune", root, "--keep-last", 1, out=["step-00000001"])
+        self.assertEqual(sorted(os.listdir(root)), ["step-00000002", "step-00000003"])
+
+    def test_leftovers(self):
+        root = self.run_of(1)
+        partial = self.leftover(root, owner="host=elsewhere\nboot_id=1\npid=1\n")
+        trash = self.leftover(root, "trash")
+        self.assertEqual(self.document("prune", root, "--keep-last", 1)["leftovers"], [str(trash)])
+        self.assertTrue(partial.exists())
+        self.expect(0, "prune", root, "--keep-last", 1, "--partials", out=["removed leftover " + str(partial)])
+        self.assertEqual(os.listdir(root), ["step-00000001"])
+
+    def test_prune_errors(self):
+        self.expect(2, "prune", self.folder / "nowhere", "--keep-last", 1, err=["nowhere", "not a directory"])
+        for value in ("0", "-1", "x"):
+            self.expect(2, "prune", self.folder, f"--keep-last={value}", err=["--keep-last"])
+        self.expect(2, "prune", self.folder, "--keep-last=1", "--keep-every=0", err=["--keep-every"])
 
 
 del ToolTest

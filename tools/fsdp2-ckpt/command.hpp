@@ -4,7 +4,11 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
+
+#include "fsdp2/checkpoint/layout.hpp"
 
 namespace fsdp2::tool {
 
@@ -24,9 +28,28 @@ struct Exit {
 void add_inspect(CLI::App& app);
 void add_verify(CLI::App& app);
 void add_reshard(CLI::App& app);
+void add_diff(CLI::App& app);
+void add_list(CLI::App& app);
+void add_prune(CLI::App& app);
+
+/// Reads an index, or ends the subcommand: an unreadable input is no failure of the work.
+CheckpointIndex open_checkpoint(const std::string& path);
+
+/// Ends the subcommand unless `path` is a directory.
+void require_directory(const std::string& path);
 
 /// "1.50 MiB".
 std::string format_bytes(std::int64_t bytes);
+
+/// Text that comes out of files, for a terminal: control characters, bytes that are no UTF-8 and characters that change
+/// the direction of writing become "\\x1b". Unless `keeps_lines` is true, so do line feeds.
+std::string printable(std::string_view text, bool keeps_lines = false);
+
+/// Writes one JSON document in ASCII to standard output.
+void print_json(const nlohmann::ordered_json& document);
+
+/// "dp:Shard(0) tp:Replicate".
+std::string placements_text(const TensorEntry& tensor, const MeshEntry& mesh);
 
 /// Adds the positional CKPT.
 CLI::Option* add_checkpoint(CLI::App& command, std::string& path, const std::string& description);

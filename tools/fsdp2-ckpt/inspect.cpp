@@ -3,12 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <memory>
+#include <numeric>
+#include <vector>
 
 #include "command.hpp"
 #include "fsdp2/checkpoint/layout.hpp"
-#include "fsdp2/error.hpp"
 
 namespace fsdp2::tool {
 
@@ -17,53 +17,142 @@ namespace {
 struct Options {
   std::string path;
   bool tensors = false;
+  bool ranks = false;
+  bool json = false;
 };
 
-std::string placements_text(const TensorEntry& tensor, const MeshEntry& mesh) {
-  std::string text;
-  for (std::size_t a = 0; a < tensor.spec.placements.size(); ++a)
-    text += fmt::format("{}{}:{}", a == 0 ? "" : " ", mesh.spec.axes()[a].name, to_string(tensor.spec.placements[a]));
-  return text;
+/// Tensor bytes that each rank wrote: what the files hold without padding.
+std::vector<std::int64_t> bytes_of_ranks(const CheckpointIndex& index) {
+  std::vector<std::int64_t> bytes;
+  for (std::int64_t rank = 0; rank < index.world_size; ++rank) {
+    const RankPlan plan = plan_rank(index, rank);
+    bytes.push_back(std::accumulate(plan.pieces.begin(), plan.pieces.end(), std::int64_t{0},
+                                    [](std::int64_t sum, const Piece& piece) { return sum + piece.bytes; }));
+  }
+  return bytes;
+}
+
+std::vector<std::size_t> files_of_ranks(const CheckpointIndex& index) {
+  std::vector<std::size_t> files(static_cast<std::size_t>(index.world_size));
+  for (std::size_t f = 0; f < index.files.size(); ++f)
+    for (const std::int64_t rank : index.files[f].ranks) files[static_cast<std::size_t>(rank)] = f;
+  return files;
+}
+
+std::int64_t tensor_bytes(const CheckpointIndex& index) {
+  return std::accumulate(index.tensors.begin(), index.tensors.end(), std::int64_t{0},
+                         [](std::int64_t sum, const TensorEntry& tensor) { return sum + tensor.bytes(); });
+}
+
+std::int64_t file_bytes(const CheckpointIndex& index) {
+  return std::accumulate(index.files.begin(), index.files.end(), std::int64_t{0},
+                         [](std::int64_t sum, const FileEntry& file) { return sum + file.size; });
 }
 
 void print_tensors(const CheckpointIndex& index) {
-  std::size_t name_width = 4;
-  std::size_t shape_width = 5;
-  std::size_t placement_width = 9;
+  struct Row {
+    std::string name;
+    std::string shape;
+    std::string placement;
+  };
+  std::vector<Row> rows;
+  Row widest{"name", "shape", "placement"};
+  const auto widen = [](std::string& text, const std::string& other) {
+    if (other.size() > text.size()) text = other;
+  };
   for (const TensorEntry& tensor : index.tensors) {
-    name_width = std::max(name_width, tensor.name.size());
-    shape_width = std::max(shape_width, to_string(tensor.spec.shape).size());
-    placement_width = std::max(placement_width, placements_text(tensor, index.meshes[tensor.mesh]).size());
+    rows.push_back({printable(tensor.name), to_string(tensor.spec.shape),
+                    printable(placements_text(tensor, index.meshes[tensor.mesh]))});
+    widen(widest.name, rows.back().name);
+    widen(widest.shape, rows.back().shape);
+    widen(widest.placement, rows.back().placement);
   }
-  fmt::print("\n{:<{}}  {:<10}  {:<{}}  {:<{}}  digest\n", "name", name_width, "dtype", "shape", shape_width,
-             "placement", placement_width);
-  for (const TensorEntry& tensor : index.tensors)
-    fmt::print("{:<{}}  {:<10}  {:<{}}  {:<{}}  {:016x}\n", tensor.name, name_width, to_string(tensor.spec.dtype),
-               to_string(tensor.spec.shape), shape_width, placements_text(tensor, index.meshes[tensor.mesh]),
-               placement_width, tensor.digest);
+  const auto print = [&](const Row& row, std::string_view dtype, const std::string& digest) {
+    fmt::print("{:<{}}  {:<10}  {:<{}}  {:<{}}  {}\n", row.name, widest.name.size(), dtype, row.shape,
+               widest.shape.size(), row.placement, widest.placement.size(), digest);
+  };
+  fmt::print("\n");
+  print({"name", "shape", "placement"}, "dtype", "digest");
+  for (std::size_t t = 0; t < rows.size(); ++t)
+    print(rows[t], to_string(index.tensors[t].spec.dtype), fmt::format("{:016x}", index.tensors[t].digest));
 }
 
-void inspect(const Options& options) {
-  CheckpointIndex index;
-  try {
-    index = read_index(options.path);
-  } catch (const Error& error) {
-    throw Exit{status_usage, error.what()};
+void print_ranks(const CheckpointIndex& index) {
+  constexpr std::int64_t bar_width = 40;
+  const std::vector<std::int64_t> bytes = bytes_of_ranks(index);
+  const std::vector<std::size_t> files = files_of_ranks(index);
+  const std::int64_t most = *std::max_element(bytes.begin(), bytes.end());
+  fmt::print("\n{:>8}  {:>8}  {:>12}\n", "rank", "file", "bytes");
+  for (std::size_t r = 0; r < bytes.size(); ++r) {
+    const auto length =
+        most == 0 ? std::size_t{0}
+                  : static_cast<std::size_t>(static_cast<double>(bytes[r]) / static_cast<double>(most) * bar_width);
+    fmt::print("{:>8}  {:>8}  {:>12}  {}\n", r, files[r], format_bytes(bytes[r]), std::string(length, '#'));
   }
-  std::int64_t tensor_bytes = 0;
-  for (const TensorEntry& tensor : index.tensors) tensor_bytes += tensor.bytes();
-  std::int64_t file_bytes = 0;
-  for (const FileEntry& file : index.files) file_bytes += file.size;
-  fmt::print("{}\n", options.path);
-  fmt::print("  written by  {}\n", index.library);
+  const double mean = static_cast<double>(tensor_bytes(index)) / static_cast<double>(index.world_size);
+  if (mean > 0) fmt::print("  balance     the largest rank has {:.3f} of the mean\n", static_cast<double>(most) / mean);
+}
+
+void print_text(const Options& options, const CheckpointIndex& index) {
+  fmt::print("{}\n", printable(options.path));
+  fmt::print("  written by  {}\n", printable(index.library));
   fmt::print("  save id     {}\n", index.save_id);
   fmt::print("  step        {}\n", index.step);
   fmt::print("  ranks       {}\n", index.world_size);
-  for (const MeshEntry& mesh : index.meshes) fmt::print("  mesh        {} ({})\n", mesh.name, mesh.spec.to_string());
-  fmt::print("  files       {}, {}\n", index.files.size(), format_bytes(file_bytes));
-  fmt::print("  tensors     {}, {}\n", index.tensors.size(), format_bytes(tensor_bytes));
-  if (!index.metadata.empty()) fmt::print("  metadata    {}\n", index.metadata);
+  for (const MeshEntry& mesh : index.meshes)
+    fmt::print("  mesh        {} ({})\n", printable(mesh.name), printable(mesh.spec.to_string()));
+  fmt::print("  files       {}, {}\n", index.files.size(), format_bytes(file_bytes(index)));
+  fmt::print("  tensors     {}, {}\n", index.tensors.size(), format_bytes(tensor_bytes(index)));
+  if (!index.metadata.empty()) fmt::print("  metadata    {}\n", printable(index.metadata));
+  if (options.ranks) print_ranks(index);
   if (options.tensors) print_tensors(index);
+}
+
+std::string_view role_text(AxisRole role) {
+  return role == AxisRole::shard ? "shard" : role == AxisRole::replicate ? "replicate" : "none";
+}
+
+void print_document(const Options& options, const CheckpointIndex& index) {
+  using Json = nlohmann::ordered_json;
+  Json document{{"checkpoint", options.path},
+                {"library", index.library},
+                {"save_id", index.save_id},
+                {"step", index.step},
+                {"world_size", index.world_size},
+                {"tensors", index.tensors.size()},
+                {"tensor_bytes", tensor_bytes(index)},
+                {"file_bytes", file_bytes(index)},
+                {"metadata", index.metadata}};
+  Json& meshes = document["meshes"] = Json::array();
+  for (const MeshEntry& mesh : index.meshes) {
+    Json axes = Json::array();
+    for (std::size_t a = 0; a < mesh.roles.size(); ++a)
+      axes.push_back(
+          {{"name", mesh.spec.axes()[a].name}, {"size", mesh.spec.axes()[a].size}, {"role", role_text(mesh.roles[a])}});
+    meshes.push_back({{"name", mesh.name}, {"axes", axes}, {"ranks", mesh.spec.ranks()}});
+  }
+  Json& files = document["files"] = Json::array();
+  for (std::size_t f = 0; f < index.files.size(); ++f)
+    files.push_back({{"name", shard_file_name(f, index.files.size())},
+                     {"bytes", index.files[f].size},
+                     {"ranks", index.files[f].ranks}});
+  if (options.ranks) document["bytes_of_ranks"] = bytes_of_ranks(index);
+  if (options.tensors) {
+    Json& tensors = document["tensor_table"] = Json::array();
+    for (const TensorEntry& tensor : index.tensors) {
+      Json placements = Json::array();
+      for (const Placement& placement : tensor.spec.placements) placements.push_back(to_string(placement));
+      tensors.push_back({{"name", tensor.name},
+                         {"dtype", to_string(tensor.spec.dtype)},
+                         {"shape", tensor.spec.shape},
+                         {"bytes", tensor.bytes()},
+                         {"mesh", index.meshes[tensor.mesh].name},
+                         {"placements", placements},
+                         {"split_order", tensor.spec.split_order},
+                         {"digest", fmt::format("{:016x}", tensor.digest)}});
+    }
+  }
+  print_json(document);
 }
 
 }  // namespace
@@ -73,7 +162,15 @@ void add_inspect(CLI::App& app) {
   const auto options = std::make_shared<Options>();
   add_checkpoint(*command, options->path, "checkpoint directory");
   command->add_flag("--tensors", options->tensors, "list the tensors: dtype, shape, placement, content digest");
-  command->callback([options] { inspect(*options); });
+  command->add_flag("--ranks", options->ranks, "list the tensor bytes of each rank, and their balance");
+  command->add_flag("--json", options->json, "print one JSON document; the metadata is in it as text");
+  command->callback([options] {
+    const CheckpointIndex index = open_checkpoint(options->path);
+    if (options->json)
+      print_document(*options, index);
+    else
+      print_text(*options, index);
+  });
 }
 
 }  // namespace fsdp2::tool

@@ -11,23 +11,12 @@
 
 namespace fsdp2::tool {
 
-std::string format_bytes(std::int64_t bytes) {
-  constexpr const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  double value = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  for (; value >= 1024 && unit + 1 < std::size(units); ++unit) value /= 1024;
-  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.2f} {}", value, units[unit]);
-}
-
-CLI::Option* add_checkpoint(CLI::App& command, std::string& path, const std::string& description) {
-  return command.add_option("CKPT", path, description)->required();
-}
-
 namespace {
 
 int run(int argc, char** argv) {
-  CLI::App app("Looks at, checks and reshards checkpoints of fsdp2. Needs no GPU, no MPI launcher and no queue.",
-               "fsdp2-ckpt");
+  CLI::App app(
+      "Looks at, checks, compares and reshards checkpoints of fsdp2. Needs no GPU, no MPI launcher and no queue.",
+      "fsdp2-ckpt");
   app.set_version_flag("--version", fmt::format("fsdp2-ckpt {}\n{}", version(), build_info()));
   app.footer(
       "Exit status: 0 done, equal or valid; 1 differs or invalid; 2 wrong usage or unreadable input; 3 failed while "
@@ -36,12 +25,15 @@ int run(int argc, char** argv) {
   add_inspect(app);
   add_verify(app);
   add_reshard(app);
+  add_diff(app);
+  add_list(app);
+  add_prune(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? status_done : status_usage;
   } catch (const Exit& end) {
-    if (!end.message.empty()) fmt::print(stderr, "fsdp2-ckpt: {}\n", end.message);
+    if (!end.message.empty()) fmt::print(stderr, "fsdp2-ckpt: {}\n", printable(end.message, true));
     return end.status;
   }
   return status_done;
@@ -56,7 +48,7 @@ int main(int argc, char** argv) {
   try {
     status = fsdp2::tool::run(argc, argv);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "fsdp2-ckpt: %s\n", error.what());
+    std::fprintf(stderr, "fsdp2-ckpt: %s\n", fsdp2::tool::printable(error.what(), true).c_str());
   }
   if (status == fsdp2::tool::status_done) return status;
   // HDF5 1.10 leaks where it meets damaged metadata, and its exit handler then complains at length. All files are

@@ -3,12 +3,19 @@
 #include "fsdp2/checkpoint/reshard.hpp"
 
 #include <fmt/format.h>
+#include <fnmatch.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <charconv>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <limits>
+#include <map>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "command.hpp"
 #include "fsdp2/error.hpp"
@@ -21,63 +28,265 @@ struct Options {
   std::string source;
   std::string target;
   ReshardOptions reshard;
+  std::vector<std::string> meshes;
+  std::vector<std::string> include;
+  std::vector<std::string> exclude;
+  std::vector<std::string> casts;
   bool quiet = false;
+  bool json = false;
 };
+
+bool matches(const std::string& glob, const std::string& name) {
+  return ::fnmatch(glob.c_str(), name.c_str(), 0) == 0;
+}
+
+bool matches_any(const std::vector<std::string>& globs, const std::string& name) {
+  return std::any_of(globs.begin(), globs.end(), [&](const std::string& glob) { return matches(glob, name); });
+}
+
+/// A pattern without a tensor is a mistake that would go unseen until someone misses the tensor.
+void require_match(const CheckpointIndex& index, const char* option, const std::string& glob) {
+  if (std::none_of(index.tensors.begin(), index.tensors.end(),
+                   [&](const TensorEntry& tensor) { return matches(glob, tensor.name); }))
+    throw Exit{status_usage, fmt::format("{} {}: no tensor has such a name", option, glob)};
+}
+
+/// "name:dp=4,tp=2": a mesh name may have any characters, axis names have no ',', ':' or '='.
+std::pair<std::string, MeshSpec> parse_mesh(const std::string& text) {
+  const auto refuse = [&] {
+    throw Exit{status_usage, fmt::format("--mesh {}: expected [NAME:]axis=size,axis=size, such as dp=4,tp=2", text)};
+  };
+  const std::size_t colon = text.rfind(':');
+  const std::string name = colon == std::string::npos ? "" : text.substr(0, colon);
+  std::string rest = colon == std::string::npos ? text : text.substr(colon + 1);
+  std::vector<MeshAxis> axes;
+  for (bool is_last = false; !is_last;) {
+    const std::size_t comma = rest.find(',');
+    is_last = comma == std::string::npos;
+    const std::string axis = rest.substr(0, comma);
+    rest.erase(0, is_last ? rest.size() : comma + 1);
+    const std::size_t equals = axis.find('=');
+    if (equals == std::string::npos) refuse();
+    std::int64_t size = 0;
+    const char* const end = axis.data() + axis.size();
+    const auto [parsed, error] = std::from_chars(axis.data() + equals + 1, end, size);
+    if (error != std::errc() || parsed != end) refuse();
+    axes.push_back({axis.substr(0, equals), size});
+  }
+  try {
+    return {name, MeshSpec(std::move(axes))};
+  } catch (const Error& error) {
+    throw Exit{status_usage, fmt::format("--mesh {}: {}", text, error.what())};
+  }
+}
+
+std::pair<std::string, DType> parse_cast(const std::string& text) {
+  const std::size_t equals = text.rfind('=');
+  if (equals == std::string::npos)
+    throw Exit{status_usage, fmt::format("--cast {}: expected GLOB=dtype, such as '*.weight=bf16'", text)};
+  try {
+    return {text.substr(0, equals), parse_dtype(text.substr(equals + 1))};
+  } catch (const Error& error) {
+    throw Exit{status_usage, fmt::format("--cast {}: {}", text, error.what())};
+  }
+}
+
+/// Turns what was said on the command line into options of the library.
+void complete(Options& options, const CheckpointIndex& source) {
+  if (options.meshes.empty() && options.reshard.world_size == 0)
+    throw Exit{status_usage, "reshard needs --world-size or --mesh"};
+  for (const std::string& text : options.meshes)
+    if (!options.reshard.meshes.insert(parse_mesh(text)).second)
+      throw Exit{status_usage, fmt::format("--mesh {}: this mesh was given before", text)};
+  for (const std::string& glob : options.include) require_match(source, "--include", glob);
+  for (const std::string& glob : options.exclude) require_match(source, "--exclude", glob);
+  options.reshard.select = [include = options.include, exclude = options.exclude](const TensorEntry& tensor) {
+    return (include.empty() || matches_any(include, tensor.name)) && !matches_any(exclude, tensor.name);
+  };
+  std::vector<std::pair<std::string, DType>> casts;
+  for (const std::string& text : options.casts) {
+    casts.push_back(parse_cast(text));
+    require_match(source, "--cast", casts.back().first);
+  }
+  options.reshard.dtype = [casts](const TensorEntry& tensor) {
+    DType dtype = tensor.spec.dtype;
+    for (const auto& [glob, to] : casts)
+      if (matches(glob, tensor.name)) dtype = to;
+    return dtype;
+  };
+}
+
+void check_target(const Options& options) {
+  const std::filesystem::path target = options.target;
+  std::error_code error;
+  if (!std::filesystem::exists(std::filesystem::symlink_status(target, error))) return;
+  if (!options.reshard.overwrite)
+    throw Exit{status_usage,
+               fmt::format("{} already exists: choose another name, remove it, or say --overwrite", options.target)};
+  // What is replaced is removed: a slip of the hand must not cost other directories.
+  if (!std::filesystem::is_regular_file(target / "index.h5", error))
+    throw Exit{status_usage,
+               fmt::format("{} exists and is no checkpoint: only checkpoints are overwritten", options.target)};
+}
+
+/// A line on the terminal: bytes, rate, time left.
+class Progress {
+ public:
+  void operator()(std::int64_t done, std::int64_t total) {
+    using Clock = std::chrono::steady_clock;
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+    const double rate = static_cast<double>(done) / std::max(seconds, 1e-3);
+    const double left = rate > 0 ? static_cast<double>(total - done) / rate : 0;
+    fmt::print(stderr, "\r{} of {}, {}/s, {:.0f} s left   ", format_bytes(done), format_bytes(total),
+               format_bytes(static_cast<std::int64_t>(rate)), left);
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+/// What the subcommand says at its end.
+struct Summary {
+  const ReshardReport& report;
+  std::int64_t tensor_bytes = 0;
+  std::int64_t file_bytes = 0;
+  std::vector<std::string> casts;  // "name: f32 -> bf16"
+
+  explicit Summary(const ReshardReport& of) : report(of) {
+    for (const TensorEntry& tensor : of.target.tensors) {
+      tensor_bytes += tensor.bytes();
+      const DType from = of.source.tensors[of.source.find(tensor.name)].spec.dtype;
+      if (from != tensor.spec.dtype)
+        casts.push_back(fmt::format("{}: {} -> {}", tensor.name, to_string(from), to_string(tensor.spec.dtype)));
+    }
+    for (const FileEntry& file : of.target.files) file_bytes += file.size;
+  }
+};
+
+void print_text(const Options& options, const Summary& summary) {
+  const CheckpointIndex& source = summary.report.source;
+  const CheckpointIndex& target = summary.report.target;
+  fmt::print("{} ({} ranks) -> {} ({} ranks)\n", printable(options.source), source.world_size,
+             printable(options.target), target.world_size);
+  for (std::size_t m = 0; m < target.meshes.size(); ++m)
+    fmt::print("  mesh {}: {} -> {}\n", printable(target.meshes[m].name), printable(source.meshes[m].spec.to_string()),
+               printable(target.meshes[m].spec.to_string()));
+  for (const std::string& cast : summary.casts) fmt::print("  cast {}\n", printable(cast));
+  if (options.reshard.dry_run) {
+    fmt::print("  would write {} tensors, {}, in {} shard files, {}, with {} of memory\n", target.tensors.size(),
+               format_bytes(summary.tensor_bytes), target.files.size(), format_bytes(summary.file_bytes),
+               format_bytes(summary.report.memory_bytes));
+    return;
+  }
+  const std::string cast = summary.casts.empty() ? "" : fmt::format("{} cast, ", summary.casts.size());
+  fmt::print("  {} tensors, {}: {}all {}content digests equal\n", target.tensors.size(),
+             format_bytes(summary.tensor_bytes), cast, summary.casts.empty() ? "" : "other ");
+}
+
+void print_document(const Options& options, const Summary& summary) {
+  using Json = nlohmann::ordered_json;
+  const CheckpointIndex& source = summary.report.source;
+  const CheckpointIndex& target = summary.report.target;
+  Json document{{"source", options.source},
+                {"target", options.target},
+                {"dry_run", options.reshard.dry_run},
+                {"source_world_size", source.world_size},
+                {"world_size", target.world_size},
+                {"tensors", target.tensors.size()},
+                {"tensor_bytes", summary.tensor_bytes},
+                {"file_bytes", summary.file_bytes},
+                {"memory_bytes", summary.report.memory_bytes},
+                {"casts", summary.casts}};
+  document["digests_equal"] = options.reshard.dry_run ? 0 : target.tensors.size() - summary.casts.size();
+  Json& meshes = document["meshes"] = Json::array();
+  for (std::size_t m = 0; m < target.meshes.size(); ++m)
+    meshes.push_back({{"name", target.meshes[m].name},
+                      {"from", source.meshes[m].spec.to_string()},
+                      {"to", target.meshes[m].spec.to_string()}});
+  Json& files = document["files"] = Json::array();
+  for (std::size_t f = 0; f < target.files.size(); ++f)
+    files.push_back({{"name", shard_file_name(f, target.files.size())},
+                     {"bytes", target.files[f].size},
+                     {"ranks", target.files[f].ranks}});
+  print_json(document);
+}
 
 void run(Options options) {
   // Usage errors first: what is wrong before any work is done has another status than what goes wrong during it.
-  try {
-    (void)read_index(options.source);
-  } catch (const Error& error) {
-    throw Exit{status_usage, error.what()};
-  }
-  if (std::filesystem::exists(std::filesystem::symlink_status(options.target)))
-    throw Exit{status_usage, fmt::format("{} already exists: choose another name or remove it", options.target)};
-  const bool shows_progress = !options.quiet && ::isatty(STDERR_FILENO) != 0;
-  if (shows_progress)
-    options.reshard.progress = [](std::int64_t done, std::int64_t total) {
-      fmt::print(stderr, "\r{} of {}", format_bytes(done), format_bytes(total));
-    };
+  complete(options, open_checkpoint(options.source));
+  check_target(options);
+  const bool shows_progress = !options.quiet && !options.json && ::isatty(STDERR_FILENO) != 0;
+  if (shows_progress) options.reshard.progress = Progress();
   ReshardReport report;
   try {
     report = reshard(options.source, options.target, options.reshard);
+  } catch (const MismatchError& error) {
+    throw Exit{status_usage, fmt::format("{} (--rank-local)", error.what())};
   } catch (const ConfigError& error) {
+    throw Exit{status_usage, error.what()};
+  } catch (const ShapeError& error) {
     throw Exit{status_usage, error.what()};
   } catch (const Error& error) {
     throw Exit{status_failed, error.what()};
   }
   if (shows_progress) fmt::print(stderr, "\n");
-  if (options.quiet) return;
-  std::int64_t bytes = 0;
-  for (const TensorEntry& tensor : report.target.tensors) bytes += tensor.bytes();
-  fmt::print("{} ({} ranks) -> {} ({} ranks)\n", options.source, report.source.world_size, options.target,
-             report.target.world_size);
-  for (std::size_t m = 0; m < report.target.meshes.size(); ++m)
-    fmt::print("  mesh {}: {} -> {}\n", report.target.meshes[m].name, report.source.meshes[m].spec.to_string(),
-               report.target.meshes[m].spec.to_string());
-  fmt::print("  {} tensors, {}: all content digests equal\n", report.target.tensors.size(), format_bytes(bytes));
+  const Summary summary(report);
+  if (options.json)
+    print_document(options, summary);
+  else if (!options.quiet)
+    print_text(options, summary);
 }
 
 }  // namespace
 
 void add_reshard(CLI::App& app) {
-  CLI::App* command = app.add_subcommand(
-      "reshard",
-      "Copies a checkpoint to another number of ranks, bit by bit, with bounded memory, and proves it by digests.");
+  CLI::App* command =
+      app.add_subcommand("reshard",
+                         "Copies a checkpoint to another number of ranks or other meshes, bit by bit, with bounded "
+                         "memory, and proves it by digests.");
   const auto options = std::make_shared<Options>();
+  ReshardOptions& reshard = options->reshard;
+  const CLI::Range positive(std::int64_t{1}, std::numeric_limits<std::int64_t>::max());
   command->add_option("SRC", options->source, "checkpoint directory")->required();
   command->add_option("DST", options->target, "directory to make; must not exist")->required();
   command
-      ->add_option("--world-size", options->reshard.world_size,
+      ->add_option("--world-size", reshard.world_size,
                    "ranks of the new checkpoint; the axis over which FSDP shards is rescaled, other axes are kept")
-      ->required()
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{std::numeric_limits<int>::max()}));  // as MPI counts ranks
   command
-      ->add_option("--memory", options->reshard.memory_bytes, "most tensor bytes in memory at a time, such as 256MiB")
-      ->transform(CLI::AsSizeValue(false))
-      ->check(CLI::Range(std::int64_t{1}, std::numeric_limits<std::int64_t>::max()))
+      ->add_option("--mesh", options->meshes,
+                   "[NAME:]axis=size,...: the axes of the mesh of this name, or of every mesh; may be repeated. Axes "
+                   "that keep their names keep what they cut; tensors are replicated over new ones")
+      ->allow_extra_args(false);
+  command->add_option("--ranks-per-file", reshard.ranks_per_file, "ranks that share one shard file")
+      ->check(positive)
       ->capture_default_str();
-  command->add_flag("--quiet,-q", options->quiet, "print errors only");
+  command
+      ->add_option("--rank-local", reshard.rank_local,
+                   "what each rank gets of the values that single ranks saved, if the number of ranks changes: error "
+                   "(if there are any), first (those of rank 0), each (those of its number), concatenate (those of its "
+                   "share of the old ranks)")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, RankLocalPolicy>{{"error", RankLocalPolicy::error},
+                                                 {"first", RankLocalPolicy::first},
+                                                 {"each", RankLocalPolicy::each},
+                                                 {"concatenate", RankLocalPolicy::concatenate}}));
+  command->add_option("--include", options->include, "GLOB: copy only tensors of such names; may be repeated")
+      ->allow_extra_args(false);
+  command->add_option("--exclude", options->exclude, "GLOB: leave out tensors of such names; may be repeated")
+      ->allow_extra_args(false);
+  command
+      ->add_option("--cast", options->casts,
+                   "GLOB=dtype: round tensors of such names to f64, f32, f16 or bf16; the last that fits counts")
+      ->allow_extra_args(false);
+  command->add_option("--memory", reshard.memory_bytes, "most tensor bytes in memory at a time, such as 256MiB")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(positive)
+      ->capture_default_str();
+  command->add_flag("--overwrite", reshard.overwrite, "replace DST, if it is a checkpoint, when all is written");
+  command->add_flag("--dry-run", reshard.dry_run, "write nothing; say what bytes, files and memory it would take");
+  CLI::Option* quiet = command->add_flag("--quiet,-q", options->quiet, "print errors only");
+  command->add_flag("--json", options->json, "print one JSON document")->excludes(quiet);
   command->callback([options] { run(*options); });
 }
 

@@ -18,24 +18,47 @@ struct Options {
   std::string path;
   VerifyOptions verify;
   bool quiet = false;
+  bool json = false;
 };
+
+void print_document(const Options& options, const VerifyReport& report) {
+  print_json({{"checkpoint", options.path},
+              {"valid", report.is_valid()},
+              {"quick", options.verify.quick},
+              {"tensors", report.index.tensors.size()},
+              {"tensors_checked", report.tensors},
+              {"files", report.index.files.size()},
+              {"files_checked", report.files},
+              {"bytes_checked", report.bytes},
+              {"problems", report.problems}});
+}
+
+void print_text(const Options& options, const VerifyReport& report) {
+  for (const std::string& problem : report.problems) fmt::print(stderr, "{}\n", printable(problem, true));
+  if (options.quiet) return;
+  const std::size_t tensors = report.index.tensors.size();
+  const std::string checked =
+      options.verify.quick
+          ? fmt::format("tables and sizes only: no bytes of {} tensors", tensors)
+          : fmt::format("{} of {} tensors, {} of data", report.tensors, tensors, format_bytes(report.bytes));
+  fmt::print("{}: {} (checked {} of {} files, {})\n", printable(options.path), report.is_valid() ? "valid" : "INVALID",
+             report.files, report.index.files.size(), checked);
+}
 
 void run(const Options& options) {
   VerifyReport report;
   try {
     report = verify(options.path, options.verify);
   } catch (const CorruptError& error) {
-    throw Exit{status_differs, error.what()};
+    if (!options.json) throw Exit{status_differs, error.what()};
+    report.problems.push_back(error.what());  // an index that is damaged: nothing else is known
   } catch (const Error& error) {
     throw Exit{status_usage, error.what()};
   }
-  for (const std::string& problem : report.problems) fmt::print(stderr, "{}\n", problem);
-  if (!options.quiet) {
-    const std::string checked = options.verify.quick ? std::string("tables and sizes only")
-                                                     : fmt::format("{} of data checked", format_bytes(report.bytes));
-    fmt::print("{}: {} ({} tensors, {} of {} files, {})\n", options.path, report.is_valid() ? "valid" : "INVALID",
-               report.index.tensors.size(), report.files, report.index.files.size(), checked);
-  }
+  if (options.json)
+    print_document(options, report);
+  else
+    print_text(options, report);
   if (!report.is_valid()) throw Exit{status_differs, ""};
 }
 
@@ -47,7 +70,8 @@ void add_verify(CLI::App& app) {
   const auto options = std::make_shared<Options>();
   add_checkpoint(*command, options->path, "checkpoint directory");
   command->add_flag("--quick", options->verify.quick, "tables and sizes only: read no tensor bytes");
-  command->add_flag("--quiet,-q", options->quiet, "print problems only");
+  CLI::Option* quiet = command->add_flag("--quiet,-q", options->quiet, "print problems only");
+  command->add_flag("--json", options->json, "print one JSON document")->excludes(quiet);
   command->callback([options] { run(*options); });
 }
 

@@ -88,6 +88,15 @@ struct CheckpointIndex {
 /// numbers or its place in the data.
 using RankLocalValues = std::map<std::string, std::vector<std::byte>>;
 
+/// Which rank-local values a rank gets where another number of ranks saved them. With the same number, each gets its
+/// own.
+enum class RankLocalPolicy : std::uint8_t {
+  error,        ///< none: MismatchError, if there are any
+  first,        ///< rank 0's
+  each,         ///< those of the rank of the same number, if there was one
+  concatenate,  ///< those of its chunk of the ranks that saved, see chunk; values of one name one after another
+};
+
 /// A box of one tensor that one rank writes, and where.
 struct Piece {
   std::size_t tensor = 0;  ///< number in CheckpointIndex::tensors

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,15 +14,6 @@
 #include "fsdp2/state_dict.hpp"
 
 namespace fsdp2 {
-
-/// Which rank-local values a rank gets where another number of ranks saved them. With the same number, each gets its
-/// own.
-enum class RankLocalPolicy : std::uint8_t {
-  error,        ///< none: MismatchError, if there are any
-  first,        ///< rank 0's
-  each,         ///< those of the rank of the same number, if there was one
-  concatenate,  ///< those of its chunk of the ranks that saved, see chunk; values of one name one after another
-};
 
 struct LoadOptions {
   /// Every key of the state dict must be in the checkpoint, and every tensor of the checkpoint in the state dict. Off,

@@ -19,7 +19,8 @@ struct VerifyOptions {
 /// What verify found.
 struct VerifyReport {
   CheckpointIndex index;
-  std::int64_t files = 0;
+  std::int64_t files = 0;             ///< whose tables were checked
+  std::int64_t tensors = 0;           ///< whose content digests were computed from their bytes
   std::int64_t bytes = 0;             ///< tensor bytes whose digests were checked, padding included
   std::vector<std::string> problems;  ///< empty: valid
 

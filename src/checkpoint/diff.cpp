@@ -1,0 +1,217 @@
+// SPDX-FileCopyrightText: 2026 The fsdp2 authors
+// SPDX-License-Identifier: BSD-3-Clause
+#include "fsdp2/checkpoint/diff.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <complex>
+#include <cstring>
+#include <type_traits>
+
+#include "checkpoint/reader.hpp"
+#include "fsdp2/error.hpp"
+#include "fsdp2/low_precision.hpp"
+
+namespace fsdp2 {
+
+namespace checkpoint {
+
+namespace {
+
+double magnitude(double value) {
+  return std::fabs(value);
+}
+double magnitude(std::complex<double> value) {
+  return std::hypot(value.real(), value.imag());
+}
+bool is_finite(double value) {
+  return std::isfinite(value);
+}
+bool is_finite(std::complex<double> value) {
+  return std::isfinite(value.real()) && std::isfinite(value.imag());
+}
+
+/// |x - y|. Of integers exactly, before it is rounded once: two large ones may be the same double.
+template <class T>
+double distance(T x, T y) {
+  if constexpr (std::is_integral_v<T>) {
+    const auto greater = static_cast<std::uint64_t>(std::max(x, y));
+    return static_cast<double>(greater - static_cast<std::uint64_t>(std::min(x, y)));
+  } else if constexpr (std::is_same_v<T, std::complex<float>> || std::is_same_v<T, std::complex<double>>) {
+    return magnitude(std::complex<double>(x) - std::complex<double>(y));
+  } else {
+    return magnitude(static_cast<double>(x) - static_cast<double>(y));
+  }
+}
+
+template <class T>
+auto wide(T value) {
+  if constexpr (std::is_same_v<T, std::complex<float>> || std::is_same_v<T, std::complex<double>>)
+    return std::complex<double>(value);
+  else
+    return static_cast<double>(value);
+}
+
+/// What there is to say of the elements seen so far.
+struct Comparison {
+  const DiffOptions& options;
+  TensorDifference& result;
+  std::int64_t first = -1;
+
+  template <class T>
+  void add(std::int64_t begin, const std::byte* a, const std::byte* b, std::int64_t count) {
+    const bool is_exact = options.relative_tolerance == 0 && options.absolute_tolerance == 0;
+    for (std::int64_t i = 0; i < count; ++i, a += sizeof(T), b += sizeof(T)) {
+      if (std::memcmp(a, b, sizeof(T)) == 0) continue;
+      T x;
+      T y;
+      std::memcpy(&x, a, sizeof(T));
+      std::memcpy(&y, b, sizeof(T));
+      const bool both_finite = is_finite(wide(x)) && is_finite(wide(y));
+      const double apart = distance(x, y);
+      const double scale = magnitude(wide(y));
+      if (both_finite && !is_exact && apart <= options.absolute_tolerance + options.relative_tolerance * scale)
+        continue;
+      if (first < 0) first = begin + i;
+      ++result.count;
+      if (both_finite) {
+        result.max_absolute = std::max(result.max_absolute, apart);
+        if (apart != 0) result.max_relative = std::max(result.max_relative, apart / scale);
+      } else {
+        ++result.not_finite;
+      }
+    }
+  }
+
+  void add(DType dtype, std::int64_t begin, const std::byte* a, const std::byte* b, std::int64_t count) {
+    switch (dtype) {
+      case DType::f64:
+        return add<double>(begin, a, b, count);
+      case DType::f32:
+        return add<float>(begin, a, b, count);
+      case DType::f16:
+        return add<float16>(begin, a, b, count);
+      case DType::bf16:
+        return add<bfloat16>(begin, a, b, count);
+      case DType::f8_e4m3:
+        return add<float8_e4m3>(begin, a, b, count);
+      case DType::f8_e5m2:
+        return add<float8_e5m2>(begin, a, b, count);
+      case DType::i64:
+        return add<std::int64_t>(begin, a, b, count);
+      case DType::i32:
+        return add<std::int32_t>(begin, a, b, count);
+      case DType::i16:
+        return add<std::int16_t>(begin, a, b, count);
+      case DType::i8:
+        return add<std::int8_t>(begin, a, b, count);
+      case DType::u64:
+        return add<std::uint64_t>(begin, a, b, count);
+      case DType::u32:
+        return add<std::uint32_t>(begin, a, b, count);
+      case DType::u16:
+        return add<std::uint16_t>(begin, a, b, count);
+      case DType::u8:
+      case DType::boolean:  // a file may hold other bytes than 0 and 1
+        return add<std::uint8_t>(begin, a, b, count);
+      case DType::complex64:
+        return add<std::complex<float>>(begin, a, b, count);
+      case DType::complex128:
+        return add<std::complex<double>>(begin, a, b, count);
+    }
+  }
+};
+
+/// Elements [begin, begin + count) of a tensor, in row-major order.
+void read_elements(CheckpointReader& reader, std::size_t tensor, std::int64_t begin, std::int64_t count,
+                   std::byte* target) {
+  const TensorSpec& spec = reader.index().tensors[tensor].spec;
+  std::vector<BoxRequest> requests;
+  for_each_box(spec.shape, begin, begin + count, [&](Box box, std::int64_t first) {
+    requests.push_back({tensor, std::move(box), target + (first - begin) * size_of(spec.dtype)});
+  });
+  reader.read(requests);
+}
+
+Shape index_of(const Shape& shape, std::int64_t element) {
+  Shape index(shape.size());
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    index[d] = element % shape[d];
+    element /= shape[d];
+  }
+  return index;
+}
+
+TensorDifference compare_values(CheckpointReader& a, std::size_t in_a, CheckpointReader& b, std::size_t in_b,
+                                const DiffOptions& options) {
+  const TensorEntry& tensor = a.index().tensors[in_a];
+  const std::int64_t width = size_of(tensor.spec.dtype);
+  const std::int64_t elements = numel(tensor.spec.shape);
+  // Each reader holds a block besides; smaller windows would read blocks over and over.
+  const std::int64_t block_bytes = std::max(a.index().sizes.block_bytes, b.index().sizes.block_bytes);
+  const std::int64_t window = std::min(std::max(options.memory_bytes / 2 - block_bytes, block_bytes) / width, elements);
+  std::vector<std::byte> of_a(static_cast<std::size_t>(window * width));
+  std::vector<std::byte> of_b(of_a.size());
+  TensorDifference result;
+  result.name = tensor.name;
+  Comparison comparison{options, result};
+  for (std::int64_t begin = 0; begin < elements; begin += window) {
+    const std::int64_t count = std::min(window, elements - begin);
+    read_elements(a, in_a, begin, count, of_a.data());
+    read_elements(b, in_b, begin, count, of_b.data());
+    comparison.add(tensor.spec.dtype, begin, of_a.data(), of_b.data(), count);
+  }
+  if (comparison.first >= 0) result.first = index_of(tensor.spec.shape, comparison.first);
+  return result;
+}
+
+}  // namespace
+
+}  // namespace checkpoint
+
+DiffReport diff(const std::filesystem::path& path_a, const std::filesystem::path& path_b, const DiffOptions& options) {
+  if (!(options.relative_tolerance >= 0) || !(options.absolute_tolerance >= 0))
+    throw ConfigError(fmt::format("tolerances {} (relative) and {} (absolute) must be at least 0",
+                                  options.relative_tolerance, options.absolute_tolerance));
+  checkpoint::CheckpointReader a(path_a);
+  checkpoint::CheckpointReader b(path_b);
+  DiffReport report;
+  report.a = a.index();
+  report.b = b.index();
+  const auto note = [&](const std::string& name, DifferenceKind kind) {
+    report.differences.emplace_back().name = name;
+    report.differences.back().kind = kind;
+  };
+  const auto compare = [&](std::size_t in_a, std::size_t in_b) {
+    const TensorEntry& x = report.a.tensors[in_a];
+    const TensorEntry& y = report.b.tensors[in_b];
+    if (x.spec.dtype != y.spec.dtype) note(x.name, DifferenceKind::dtype);
+    if (x.spec.shape != y.spec.shape) note(x.name, DifferenceKind::shape);
+    if (x.spec.dtype != y.spec.dtype || x.spec.shape != y.spec.shape) return;
+    if (x.digest == y.digest) {
+      ++report.equal;
+      return;
+    }
+    TensorDifference found = checkpoint::compare_values(a, in_a, b, in_b, options);
+    if (found.count == 0)
+      ++report.close;
+    else
+      report.differences.push_back(std::move(found));
+  };
+  const auto& of_a = report.a.tensors;
+  const auto& of_b = report.b.tensors;
+  for (std::size_t i = 0, j = 0; i < of_a.size() || j < of_b.size();) {
+    if (j == of_b.size() || (i < of_a.size() && of_a[i].name < of_b[j].name))
+      note(of_a[i++].name, DifferenceKind::only_in_a);
+    else if (i == of_a.size() || of_b[j].name < of_a[i].name)
+      note(of_b[j++].name, DifferenceKind::only_in_b);
+    else
+      compare(i++, j++);
+  }
+  report.bytes = a.bytes_read() + b.bytes_read();
+  return report;
+}
+
+}  // namespace fsdp2
