@@ -222,6 +222,31 @@ void create_view(hid_t file, const std::filesystem::path& path, hid_t links, con
                      "H5Dcreate2", path, view.path));
 }
 
+struct InfoTraits {
+  using Type = MPI_Info;
+  static MPI_Info invalid() { return MPI_INFO_NULL; }
+  static void release(MPI_Info info) { MPI_Info_free(&info); }
+};
+using Info = UniqueHandle<InfoTraits>;
+
+void check_file_call(int code, std::string_view call, const std::filesystem::path& path) {
+  if (code == MPI_SUCCESS) return;
+  std::array<char, MPI_MAX_ERROR_STRING> text{};
+  int length = 0;
+  if (MPI_Error_string(code, text.data(), &length) != MPI_SUCCESS) length = 0;
+  throw IoError(fmt::format("{} for {} failed: {}", call, path.string(),
+                            std::string_view(text.data(), static_cast<std::size_t>(length))));
+}
+
+Info make_info(const std::filesystem::path& path, const MpiHints& hints) {
+  MPI_Info made = MPI_INFO_NULL;
+  check_file_call(MPI_Info_create(&made), "MPI_Info_create", path);
+  Info info(made);
+  for (const auto& [name, value] : hints)
+    check_file_call(MPI_Info_set(info.get(), name.c_str(), value.c_str()), "MPI_Info_set", path);
+  return info;
+}
+
 constexpr std::size_t superblock_bytes = 48;
 
 /// Bob Jenkins' lookup3 (hashlittle, public domain): the checksum of HDF5's metadata, with initial value 0.
@@ -365,6 +390,63 @@ Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, cons
     at = end;
   }
   return skeleton;
+}
+
+void create_by_mpi(const std::filesystem::path& path, const MpiHints& hints) {
+  const Info info = make_info(path, hints);
+  MPI_File file = MPI_FILE_NULL;
+  check_file_call(
+      MPI_File_open(MPI_COMM_SELF, path.c_str(), MPI_MODE_CREATE | MPI_MODE_EXCL | MPI_MODE_RDWR, info.get(), &file),
+      "MPI_File_open", path);
+  check_file_call(MPI_File_close(&file), "MPI_File_close", path);
+}
+
+MpioFile::MpioFile(const std::filesystem::path& path, MPI_Comm comm, const MpiHints& hints, Transfer transfer)
+    : path_(path), transfer_(transfer) {
+  const QuietErrors quiet;
+  const Info info = make_info(path, hints);
+  const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));
+  check<IoError>(H5Pset_fapl_mpio(access.get(), comm, info.get()), "H5Pset_fapl_mpio", path);
+  file_ = check<IoError>(H5Fopen(path.c_str(), H5F_ACC_RDWR, access.get()), "H5Fopen", path);
+}
+
+void MpioFile::write(const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes) {
+  const QuietErrors quiet;
+  const DatasetId id(check<IoError>(H5Dopen2(file_, dataset.c_str(), H5P_DEFAULT), "H5Dopen2", path_, dataset));
+  const TypeId type(check<IoError>(H5Dget_type(id.get()), "H5Dget_type", path_, dataset));
+  const SpaceId space(check<IoError>(H5Dget_space(id.get()), "H5Dget_space", path_, dataset));
+  const int dimensions =
+      check<IoError>(H5Sget_simple_extent_ndims(space.get()), "H5Sget_simple_extent_ndims", path_, dataset);
+  std::vector<hsize_t> count(static_cast<std::size_t>(dimensions));
+  check<IoError>(H5Sget_simple_extent_dims(space.get(), count.data(), nullptr), "H5Sget_simple_extent_dims", path_,
+                 dataset);
+  hsize_t row_bytes = H5Tget_size(type.get());
+  for (std::size_t d = 1; d < count.size(); ++d) row_bytes *= count[d];
+  std::vector<hsize_t> first(count.size(), 0);
+  first[0] = static_cast<hsize_t>(start) / row_bytes;
+  count[0] = std::max<hsize_t>(bytes.size() / row_bytes, 1);
+  const SpaceId memory(
+      check<IoError>(H5Screate_simple(dimensions, count.data(), nullptr), "H5Screate_simple", path_, dataset));
+  if (bytes.empty()) {
+    check<IoError>(H5Sselect_none(space.get()), "H5Sselect_none", path_, dataset);
+    check<IoError>(H5Sselect_none(memory.get()), "H5Sselect_none", path_, dataset);
+  } else {
+    check<IoError>(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, first.data(), nullptr, count.data(), nullptr),
+                   "H5Sselect_hyperslab", path_, dataset);
+  }
+  const PropertyId properties(check<IoError>(H5Pcreate(H5P_DATASET_XFER), "H5Pcreate", path_));
+  const H5FD_mpio_xfer_t mode = transfer_ == Transfer::collective ? H5FD_MPIO_COLLECTIVE : H5FD_MPIO_INDEPENDENT;
+  check<IoError>(H5Pset_dxpl_mpio(properties.get(), mode), "H5Pset_dxpl_mpio", path_, dataset);
+  // The type of the file is also that in memory: a conversion would change bits, and end collective transfers.
+  const std::byte nothing{};
+  check<IoError>(H5Dwrite(id.get(), type.get(), memory.get(), space.get(), properties.get(),
+                          bytes.empty() ? &nothing : bytes.data()),
+                 "H5Dwrite", path_, dataset);
+}
+
+void MpioFile::close() {
+  const QuietErrors quiet;
+  check<IoError>(H5Fclose(std::exchange(file_, -1)), "H5Fclose", path_);
 }
 
 Hdf5Structure::Hdf5Structure(const std::filesystem::path& path) : path_(path), file_size_(check_superblock(path)) {

@@ -3,13 +3,16 @@
 #pragma once
 
 // The only part of the library that knows HDF5's API: building the structure of a file, and reading it back, both
-// without the tensor bytes. Data are read and written at the offsets found here.
+// without the tensor bytes. Data are read and written at the offsets found here; MpioFile is the other way of writing.
+
+#include <mpi.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -60,6 +63,38 @@ struct Skeleton {
 /// ms; throws IoError.
 Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, const std::vector<NamedView>& views,
                         const RootAttributes& attributes);
+
+/// MPI_Info of a file.
+using MpiHints = std::map<std::string, std::string>;
+
+/// One rank: makes an empty file through MPI-IO, which applies hints of how a file lies on disks only then. Throws
+/// IoError.
+void create_by_mpi(const std::filesystem::path& path, const MpiHints& hints);
+
+/// Datasets of a complete skeleton, written by some ranks through HDF5's MPI-IO driver. HDF5 changes nothing of its own
+/// in the file: a failure to write its structure in parallel would leave the other ranks waiting inside of HDF5 1.10,
+/// and crash the process when it ends.
+class MpioFile {
+ public:
+  enum class Transfer : std::uint8_t { independent, collective };
+
+  /// Collective over `comm`, as close is. Throws IoError; ranks must then agree that nobody goes on.
+  MpioFile(const std::filesystem::path& path, MPI_Comm comm, const MpiHints& hints, Transfer transfer);
+  MpioFile(const MpioFile&) = delete;
+  MpioFile& operator=(const MpioFile&) = delete;
+  /// Does not close: that would wait for ranks that may not come. MPI_Finalize closes what was left open.
+  ~MpioFile() = default;
+
+  /// Whole rows from byte `start` of a dataset on, in one call; at most 1 GiB. Collective transfers: all ranks, for one
+  /// dataset after another, equally often, some of them perhaps without bytes.
+  void write(const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes);
+  void close();
+
+ private:
+  std::filesystem::path path_;
+  Transfer transfer_;
+  std::int64_t file_ = -1;
+};
 
 struct Hdf5FileTraits {
   using Type = std::int64_t;

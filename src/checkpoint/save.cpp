@@ -238,6 +238,9 @@ void AsyncSaver::abandon() noexcept {
 
 void AsyncSaver::save(const std::filesystem::path& target, const StateDict& state, const SaveOptions& options) {
   if (is_saving()) throw Error("a checkpoint is being saved already: wait() for it before you save " + target.string());
+  if (options.io == Io::mpio)
+    throw ConfigError("Io::mpio communicates while it writes: save " + target.string() +
+                      " with fsdp2::save, or with Io::direct");
   operation_ = std::make_unique<Operation>(target, state, options);
   try {
     operation_->begin(state, *image_);

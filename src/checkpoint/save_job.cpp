@@ -102,11 +102,19 @@ std::vector<std::string> lines_of(const CheckpointIndex& index) {
   throw MismatchError("ranks disagree about what to save: their step, metadata, block sizes or save counts differ");
 }
 
-/// That a rank of the same file failed: not worth telling where that rank tells why.
-class PeerFailed : public Error {
- public:
-  using Error::Error;
-};
+void check_mpio(const HostCommunicator& host, const MpioOptions& options) {
+  constexpr std::int64_t page = 4096;
+  constexpr std::int64_t most = std::int64_t{1} << 30;
+  if (host.mpi() == MPI_COMM_NULL)
+    throw ConfigError("SaveOptions::io is Io::mpio, but the mesh works without MPI: save with Io::direct");
+  if (options.call_bytes < page || options.call_bytes > most || options.call_bytes % page != 0)
+    throw ConfigError(fmt::format("MpioOptions::call_bytes is {}: expected a multiple of {} up to {}",
+                                  options.call_bytes, page, most));
+  for (const auto& [name, value] : options.hints)
+    if (name.empty() || value.empty() || name.size() >= MPI_MAX_INFO_KEY || value.size() >= MPI_MAX_INFO_VAL)
+      throw ConfigError(
+          fmt::format("MPI-IO hint \"{}\" = \"{}\": name or value is empty or too long for MPI", name, value));
+}
 
 FileGroup group_files(const HostCommunicator& host, const SaveOptions& options) {
   FileGroup group;
@@ -154,6 +162,9 @@ FilePlan plan_file(const HostCommunicator& host, const FileGroup& group, const R
     if (texts[r].empty())
       throw PeerFailed(fmt::format("rank {}, which writes the same file, has failed", plan.ranks[r]));
     std::memcpy(&plan.counts.emplace_back(), texts[r].data(), sizeof(RankCounts));
+    if (plan.counts[r].io != plan.counts[0].io)
+      throw MismatchError(fmt::format("ranks {} and {}, which write the same file, have different SaveOptions::io",
+                                      plan.ranks[0], plan.ranks[r]));
   }
   return plan;
 }
@@ -223,10 +234,17 @@ void SaveJob::attempt(Body&& body) noexcept {
   }
 }
 
+const HostCommunicator* SaveJob::file_group() const {
+  const std::int64_t last = *std::max_element(group_.file_of_rank.begin(), group_.file_of_rank.end());
+  if (last + 1 == host_->size()) return nullptr;
+  return &host_->subgroup(group_.name, group_.file_of_rank[static_cast<std::size_t>(host_->rank())]);
+}
+
 void SaveJob::prepare(const StateDict& state) {
   std::optional<RankCounts> counts;
   attempt([&] { group_ = group_files(*host_, options_); });  // first: ranks may communicate
   attempt([&] {
+    if (options_.io == Io::mpio) check_mpio(*host_, options_.mpio);
     if (state.require_current) state.require_current();
     publication_.emplace(target_, save_id_);
     Kokkos::fence();
@@ -235,6 +253,7 @@ void SaveJob::prepare(const StateDict& state) {
     publication_->prepare(options_.overwrite);
     if (host_->rank() == 0) publication_->note_owner();
     counts = count_rank(index_, plan_, options_.rank_local);
+    counts->io = options_.io == Io::direct ? 0 : options_.mpio.collective ? 2 : 1;
   });
   if (group_.file_of_rank.empty()) return;  // on all ranks
   // A rank that has failed tells those of its file, who would wait for its counts.
@@ -245,11 +264,18 @@ void SaveJob::prepare(const StateDict& state) {
     is_own_error_ = true;
   }
   attempt([&] { writer_.emplace(publication_->partial(), index_, plan_, file_, options_.rank_local); });
+  if (options_.io == Io::direct) return;
+  const std::exception_ptr error = std::exchange(error_, nullptr);
+  attempt([&] { agree_in_file(file_group(), error); });  // write is collective
 }
 
 void SaveJob::write(const PieceSource& source) noexcept {
-  // One block at a time stays in cache between copy, digest and write.
-  attempt([&] { writer_->write(index_.sizes.block_bytes, source); });
+  attempt([&] {
+    if (options_.io == Io::mpio)
+      writer_->write(options_.mpio, file_group(), source);
+    else  // one block at a time stays in cache between copy, digest and write
+      writer_->write(index_.sizes.block_bytes, source);
+  });
 }
 
 std::uint64_t SaveJob::status() const {

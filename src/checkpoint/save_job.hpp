@@ -43,7 +43,7 @@ class SaveJob {
 
   /// All that comes before the first byte, on the caller's thread. The ranks of one file communicate, others do not.
   void prepare(const StateDict& state);
-  /// Writes this rank's part; any thread. `source` as for ShardWriter.
+  /// Writes this rank's part; any thread, unless by Io::mpio, which is collective. `source` as for ShardWriter.
   void write(const PieceSource& source) noexcept;
 
   /// The same status and the same plan everywhere, or the same error. Collective.
@@ -70,6 +70,8 @@ class SaveJob {
 
   template <class Body>
   void attempt(Body&& body) noexcept;
+  /// The ranks of this rank's file; null where each rank has one of its own.
+  const HostCommunicator* file_group() const;
 
   std::filesystem::path target_;
   SaveOptions options_;

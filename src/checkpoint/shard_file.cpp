@@ -12,6 +12,8 @@
 #include "checkpoint/file.hpp"
 #include "checkpoint/index_file.hpp"
 #include "checkpoint/segment_digest.hpp"
+#include "comm/host_communicator.hpp"
+#include "fsdp2/checkpoint/save.hpp"
 #include "fsdp2/error.hpp"
 
 namespace fsdp2::checkpoint {
@@ -266,10 +268,10 @@ class SegmentStream {
       if (index.tensors[piece.tensor].spec.dtype == dtype) pieces_.push_back(&piece);
   }
 
-  /// Writes `length` bytes at `offset` of the file, and returns the CRCs of their blocks.
-  std::vector<std::uint64_t> write(File& file, std::int64_t offset, std::int64_t length) {
+  /// Gives `put` the segment's `length` bytes, each window with its start, and returns the CRCs of their blocks.
+  template <class Put>
+  std::vector<std::uint64_t> write(std::int64_t length, Put&& put) {
     std::vector<std::uint64_t> crcs;
-    std::int64_t paced = 0;
     for (std::int64_t begin = 0; begin < length;) {
       std::span<const std::byte> bytes = block_in_place(begin);
       if (bytes.empty()) {
@@ -280,12 +282,8 @@ class SegmentStream {
       for (std::int64_t block = 0; block < count; block += block_bytes_)
         crcs.push_back(
             digest_.add_block(bytes.subspan(static_cast<std::size_t>(block), static_cast<std::size_t>(block_bytes_))));
-      file.write(bytes, offset + begin);
+      put(begin, bytes);
       begin += count;
-      if (begin - paced >= writeback_bytes) {
-        file.start_writeback(offset + paced, begin - paced);
-        paced = begin;
-      }
     }
     return crcs;
   }
@@ -378,6 +376,13 @@ std::vector<PerDType<Segment>> lay_out_segments(const CheckpointIndex& index, st
   return segments;
 }
 
+void agree_in_file(const HostCommunicator* group, const std::exception_ptr& error) {
+  std::uint64_t is_well = error ? 0 : 1;
+  if (group != nullptr) group->all_reduce({&is_well, 1}, MPI_MIN);
+  if (error) std::rethrow_exception(error);
+  if (is_well == 0) throw PeerFailed("a rank that writes the same file has failed");
+}
+
 ShardWriter::ShardWriter(const std::filesystem::path& directory, const CheckpointIndex& index, const RankPlan& plan,
                          FilePlan file, const RankLocalValues& values)
     : path_(directory / shard_file_name(file.file, file.files)),
@@ -438,21 +443,151 @@ ShardWriter::ShardWriter(const std::filesystem::path& directory, const Checkpoin
                               {{"library", index.library}, {"save_id", index.save_id}}});
 }
 
+void ShardWriter::write_skeleton(File& file) const {
+  file.reserve(skeleton_.file_size);
+  for (const auto& [offset, bytes] : skeleton_.metadata) file.write(bytes, offset);
+}
+
 void ShardWriter::write(std::int64_t window_bytes, const PieceSource& source) {
-  const bool is_first = file_.position == 0;
   File file = File::create(path_);
-  if (is_first) {
-    file.reserve(skeleton_.file_size);
-    for (const auto& [offset, bytes] : skeleton_.metadata) file.write(bytes, offset);
+  if (file_.position == 0) write_skeleton(file);
+  std::int64_t paced = 0;  // what lies between has not been asked to be written back
+  std::int64_t written = 0;
+  put_all(window_bytes, source, [&](const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes) {
+    const std::int64_t offset = skeleton_.places.at(dataset).offset + start;
+    file.write(bytes, offset);
+    if (offset != written) paced = offset;
+    written = offset + static_cast<std::int64_t>(bytes.size());
+    if (written - paced < writeback_bytes) return;
+    file.start_writeback(paced, written - paced);
+    paced = written;
+  });
+  file.sync();
+  file.close();
+}
+
+/// Transfers that all ranks of a file make equally often, for one dataset after another in the same order, whatever
+/// they have to write, and also after a failure.
+class ShardWriter::CollectivePut {
+ public:
+  /// Collective over `group`.
+  CollectivePut(MpioFile& file, const ShardWriter& writer, std::int64_t window_bytes, std::int64_t call_bytes,
+                const HostCommunicator* group)
+      : file_(file) {
+    std::vector<std::uint64_t> counts;
+    const auto add_dataset = [&](const std::string& path, std::int64_t bytes, std::int64_t window) {
+      const auto calls = [&](std::int64_t n) { return (n + call_bytes - 1) / call_bytes; };
+      left_.emplace_back(path, 0);
+      counts.push_back(unsigned_of(bytes / window * calls(window) + calls(bytes % window)));
+    };
+    for (const DType dtype : all_dtypes)
+      if (writer.skeleton_.places.contains(data_path(dtype)))
+        add_dataset(data_path(dtype), writer.segments_[dtype].length, window_bytes);
+    for (const auto& [path, column] : writer.columns_) {
+      std::int64_t bytes = static_cast<std::int64_t>(column.bytes.size());
+      if (path.starts_with("/blocks/"))  // not known yet, but how many
+        bytes = writer.segments_[parse_dtype(path.substr(8))].length / writer.index_.sizes.block_bytes * 8;
+      add_dataset(path, bytes, call_bytes);
+    }
+    if (group != nullptr) group->all_reduce(counts, MPI_MAX);
+    for (std::size_t i = 0; i < counts.size(); ++i) left_[i].second = counts[i];
   }
+
+  void write(const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes) {
+    while (left_.at(next_).first != dataset) finish_dataset();
+    --left_[next_].second;  // also if it fails
+    file_.write(dataset, start, bytes);
+  }
+  void finish() {
+    while (next_ < left_.size()) finish_dataset();
+  }
+
+ private:
+  void finish_dataset() {
+    while (left_[next_].second > 0) {
+      --left_[next_].second;
+      file_.write(left_[next_].first, 0, {});
+    }
+    ++next_;
+  }
+
+  MpioFile& file_;
+  std::vector<std::pair<std::string, std::uint64_t>> left_;  // calls by dataset
+  std::size_t next_ = 0;
+};
+
+void ShardWriter::write(const MpioOptions& options, const HostCommunicator* group, const PieceSource& source) {
+  const auto together = [&](auto&& body) {
+    std::exception_ptr error;
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    agree_in_file(group, error);
+  };
+  // The file gets its structure and its disk space before MPI-IO writes to it: HDF5 does not survive a full disk.
+  together([&] {
+    if (file_.position != 0) return;
+    create_by_mpi(path_, options.hints);
+    File file = File::create(path_);
+    write_skeleton(file);
+    file.close();
+  });
+  // A rank that cannot open the file would leave the others waiting inside of HDF5.
+  together([&] { (void)File::open(path_); });
+  const bool is_collective = options.collective && file_.ranks.size() > 1;
+  std::optional<MpioFile> file;
+  together([&] {
+    file.emplace(path_, group == nullptr ? MPI_COMM_SELF : group->mpi(), options.hints,
+                 is_collective ? MpioFile::Transfer::collective : MpioFile::Transfer::independent);
+  });
+  std::exception_ptr failure;
+  try {
+    const std::int64_t window_bytes =
+        std::max(options.call_bytes / index_.sizes.block_bytes, std::int64_t{1}) * index_.sizes.block_bytes;
+    std::optional<CollectivePut> collective;
+    if (is_collective) collective.emplace(*file, *this, window_bytes, options.call_bytes, group);
+    together([&] {
+      try {
+        put_all(window_bytes, source,
+                [&](const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes) {
+                  while (!bytes.empty()) {
+                    const auto part = bytes.first(std::min(bytes.size(), static_cast<std::size_t>(options.call_bytes)));
+                    if (collective)
+                      collective->write(dataset, start, part);
+                    else
+                      file->write(dataset, start, part);
+                    bytes = bytes.subspan(part.size());
+                    start += static_cast<std::int64_t>(part.size());
+                  }
+                });
+      } catch (...) {
+        if (collective) collective->finish();
+        throw;
+      }
+      if (collective) collective->finish();
+    });
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  together([&] { file->close(); });
+  if (failure) std::rethrow_exception(failure);
+  File::open(path_).sync();  // on every rank: MPI-IO may have left the bytes of one with another
+}
+
+void ShardWriter::put_all(std::int64_t window_bytes, const PieceSource& source, const Put& put) {
   std::vector<std::byte> window;
   for (const DType dtype : all_dtypes) {
     const std::int64_t length = segments_[dtype].length;
     if (length == 0) continue;
     window.resize(static_cast<std::size_t>(std::min(window_bytes, length)));
     SegmentStream stream(index_, plan_, dtype, window, source);
-    const std::int64_t offset = skeleton_.places.at(data_path(dtype)).offset + segments_[dtype].start;
-    const std::vector<std::uint64_t> crcs = stream.write(file, offset, length);
+    const std::string path = data_path(dtype);
+    const std::vector<std::uint64_t> crcs =
+        stream.write(length, [&](std::int64_t begin, std::span<const std::byte> bytes) {
+          put(path, segments_[dtype].start + begin, bytes);
+        });
     stream.take_digests(digests_);
     columns_[blocks_path(dtype)] = Column(std::span<const std::uint64_t>(crcs));
   }
@@ -465,15 +600,12 @@ void ShardWriter::write(std::int64_t window_bytes, const PieceSource& source) {
     if (path != "/header" && path != "/ranks") digest.add(column.bytes);
   const std::uint64_t check = digest.value();
   columns_["/check"] = Column(std::span(&check, 1));
-  if (!is_first) columns_.erase("/header");
+  if (file_.position != 0) columns_["/header"].bytes.clear();
   for (const auto& [path, column] : columns_) {
     if (column.bytes.empty()) continue;
     const auto first = firsts_.find(path);
-    file.write(column.bytes,
-               skeleton_.places.at(path).offset + (first == firsts_.end() ? 0 : first->second * size_of(column.type)));
+    put(path, first == firsts_.end() ? 0 : first->second * size_of(column.type), column.bytes);
   }
-  file.sync();
-  file.close();
 }
 
 ShardTables read_shard(const std::filesystem::path& directory, const CheckpointIndex& index, std::size_t file_number,

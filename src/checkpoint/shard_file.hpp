@@ -5,6 +5,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -15,6 +16,12 @@
 
 #include "checkpoint/columns.hpp"
 #include "fsdp2/checkpoint/layout.hpp"
+#include "fsdp2/error.hpp"
+
+namespace fsdp2 {
+class HostCommunicator;
+struct MpioOptions;
+}  // namespace fsdp2
 
 namespace fsdp2::checkpoint {
 
@@ -45,6 +52,7 @@ struct RankCounts {
   std::int64_t local_name_bytes = 0;
   std::int64_t local_value_bytes = 0;
   PerDType<std::int64_t> used{};  ///< bytes of each segment up to the end of its last piece
+  std::int64_t io = 0;            ///< how the rank writes: all alike, or they would wait for each other
 };
 RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocalValues& values);
 
@@ -60,6 +68,16 @@ struct FilePlan {
 /// The segments of a file's ranks, which follow one another in each arena.
 std::vector<PerDType<Segment>> lay_out_segments(const CheckpointIndex& index, std::span<const RankCounts> counts);
 
+/// That a rank of the same file failed: not worth telling where that rank tells why.
+class PeerFailed : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Ranks of one file go on together, or none does: throws `error`, or PeerFailed where another rank has one. Collective
+/// over `group`; null: one rank.
+void agree_in_file(const HostCommunicator* group, const std::exception_ptr& error);
+
 /// Writes one rank's part of a shard file: FORMAT.md §7. The first rank of the file also writes HDF5's own bytes. The
 /// ranks of a file do not wait for each other.
 class ShardWriter {
@@ -72,6 +90,9 @@ class ShardWriter {
   /// dtype, ascending; blocks inside one piece are written from where they are, if they can. Calls nothing but
   /// `source`, the system and digests: any thread may call it, once. Throws IoError.
   void write(std::int64_t window_bytes, const PieceSource& source);
+  /// The same through parallel HDF5, collective over `group`, the ranks of the file; null: one rank. Throws PeerFailed
+  /// too.
+  void write(const MpioOptions& options, const HostCommunicator* group, const PieceSource& source);
 
   std::int64_t file_size() const { return skeleton_.file_size; }
   const PerDType<Segment>& segments() const { return segments_; }
@@ -79,6 +100,14 @@ class ShardWriter {
   const std::vector<std::uint64_t>& digests() const { return digests_; }
 
  private:
+  /// Takes bytes from byte `start` of a dataset on.
+  using Put = std::function<void(const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes)>;
+  class CollectivePut;
+
+  void write_skeleton(File& file) const;
+  /// This rank's part of each dataset, one dataset after another.
+  void put_all(std::int64_t window_bytes, const PieceSource& source, const Put& put);
+
   std::filesystem::path path_;
   const CheckpointIndex& index_;
   const RankPlan& plan_;
