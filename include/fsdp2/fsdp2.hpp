@@ -42,4 +42,5 @@
 #include "fsdp2/checkpoint/verify.hpp"
 #include "fsdp2/checkpoint/diff.hpp"
 #include "fsdp2/checkpoint/reshard.hpp"
+#include "fsdp2/checkpoint/safetensors.hpp"
 // clang-format on

@@ -124,17 +124,6 @@ struct Comparison {
   }
 };
 
-/// Elements [begin, begin + count) of a tensor, in row-major order.
-void read_elements(CheckpointReader& reader, std::size_t tensor, std::int64_t begin, std::int64_t count,
-                   std::byte* target) {
-  const TensorSpec& spec = reader.index().tensors[tensor].spec;
-  std::vector<BoxRequest> requests;
-  for_each_box(spec.shape, begin, begin + count, [&](Box box, std::int64_t first) {
-    requests.push_back({tensor, std::move(box), target + (first - begin) * size_of(spec.dtype)});
-  });
-  reader.read(requests);
-}
-
 Shape index_of(const Shape& shape, std::int64_t element) {
   Shape index(shape.size());
   for (std::size_t d = shape.size(); d-- > 0;) {
@@ -159,8 +148,8 @@ TensorDifference compare_values(CheckpointReader& a, std::size_t in_a, Checkpoin
   Comparison comparison{options, result};
   for (std::int64_t begin = 0; begin < elements; begin += window) {
     const std::int64_t count = std::min(window, elements - begin);
-    read_elements(a, in_a, begin, count, of_a.data());
-    read_elements(b, in_b, begin, count, of_b.data());
+    a.read_elements(in_a, begin, count, of_a.data());
+    b.read_elements(in_b, begin, count, of_b.data());
     comparison.add(tensor.spec.dtype, begin, of_a.data(), of_b.data(), count);
   }
   if (comparison.first >= 0) result.first = index_of(tensor.spec.shape, comparison.first);

@@ -6,13 +6,13 @@
 
 #include <algorithm>
 #include <limits>
-#include <random>
 #include <type_traits>
 
 #include "castable.hpp"
 #include "checkpoint/index_file.hpp"
 #include "checkpoint/publication.hpp"
 #include "checkpoint/reader.hpp"
+#include "checkpoint/write_files.hpp"
 #include "fsdp2/error.hpp"
 #include "fsdp2/version.hpp"
 
@@ -40,13 +40,6 @@ MeshEntry rescale(const MeshEntry& mesh, std::int64_t world_size) {
                                   mesh.name, mesh.spec.to_string(), world_size, others));
   axes[axis].size = world_size / others;
   return {mesh.name, MeshSpec(std::move(axes)), mesh.roles};
-}
-
-std::string random_save_id() {
-  std::random_device device;
-  const auto word = [&] { return (static_cast<std::uint64_t>(device()) << 32) | device(); };
-  const std::uint64_t high = word();
-  return save_id_text(high, word());
 }
 
 /// The mesh with new axes, which keep what FSDP does along those of the same name.
@@ -188,23 +181,30 @@ void fetch(CheckpointReader& reader, const Target& target, std::span<const Piece
     cast_elements(cast.to, cast.request->target.data(), cast.from, cast.bytes.data(), cast.count);
 }
 
-/// How the memory is used: a window of what is written, what is cast into it, and the reader's block.
+/// Buffers for tensor data: a window of what is written, what is cast into it, and the reader's block.
 struct Buffers {
-  std::int64_t window = 0;
-  std::int64_t all = 0;
+  std::int64_t window = 0;  // at most so long
+  std::int64_t parts = 1;   // all but the block, in windows
+
+  /// When all segments are known: no window is longer than the longest.
+  std::int64_t bytes(const CheckpointIndex& target) const {
+    std::int64_t longest = 0;
+    for (const PerDType<Segment>& segments : target.segments)
+      for (const Segment& segment : segments) longest = std::max(longest, segment.length);
+    return longest == 0 ? 0 : checked_add(checked_multiply(std::min(window, longest), parts), target.sizes.block_bytes);
+  }
 };
 
 Buffers plan_buffers(const CheckpointIndex& source, const Target& target, std::int64_t memory_bytes) {
-  std::int64_t parts = 1;  // of the size of the window
+  Buffers buffers;
   for (std::size_t t = 0; t < target.sources.size(); ++t) {
-    const std::int64_t to = size_of(target.index.tensors[t].spec.dtype);
-    const std::int64_t from = size_of(source.tensors[target.sources[t]].spec.dtype);
-    if (target.index.tensors[t].spec.dtype != source.tensors[target.sources[t]].spec.dtype)
-      parts = std::max(parts, 1 + (from + to - 1) / to);
+    const DType to = target.index.tensors[t].spec.dtype;
+    const DType from = source.tensors[target.sources[t]].spec.dtype;
+    if (to != from) buffers.parts = std::max(buffers.parts, 1 + (size_of(from) + size_of(to) - 1) / size_of(to));
   }
   const std::int64_t block = target.index.sizes.block_bytes;
-  const std::int64_t window = std::max<std::int64_t>((memory_bytes / block - 1) / parts, 1) * block;
-  return {window, window * parts + block};
+  buffers.window = std::max<std::int64_t>((memory_bytes / block - 1) / buffers.parts, 1) * block;
+  return buffers;
 }
 
 void check_digests(const CheckpointReader& reader, const Target& target) {
@@ -217,68 +217,6 @@ void check_digests(const CheckpointReader& reader, const Target& target) {
   }
 }
 
-/// Writes the files of a target one after the other; completes its index.
-class FileWriter {
- public:
-  FileWriter(CheckpointReader& reader, Target& target, const ReshardOptions& options, std::int64_t window_bytes)
-      : reader_(reader), target_(target), options_(options), window_bytes_(window_bytes) {
-    const std::int64_t world_size = target.index.world_size;
-    has_local_ = reader.index().world_size == world_size || options.rank_local != RankLocalPolicy::error;
-    if (!has_local_) (void)reader.rank_local(0, world_size, options.rank_local);  // throws, if there are any
-    for (const TensorEntry& tensor : target.index.tensors) total_ += tensor.bytes();
-  }
-
-  void write(const std::filesystem::path& directory) {
-    const std::int64_t world_size = target_.index.world_size;
-    const std::int64_t per_file = std::min(options_.ranks_per_file, world_size);
-    const std::int64_t files = (world_size - 1) / per_file + 1;
-    for (std::int64_t file = 0; file < files; ++file) {
-      FilePlan plan;
-      plan.file = static_cast<std::size_t>(file);
-      plan.files = static_cast<std::size_t>(files);
-      for (std::int64_t rank = file * per_file; rank < std::min(world_size, (file + 1) * per_file); ++rank)
-        plan.ranks.push_back(rank);
-      write_file(directory, std::move(plan));
-    }
-  }
-
- private:
-  void write_file(const std::filesystem::path& directory, FilePlan file) {
-    CheckpointIndex& index = target_.index;
-    std::vector<RankPlan> plans;
-    std::vector<RankLocalValues> values;
-    for (const std::int64_t rank : file.ranks) {
-      plans.push_back(plan_rank(index, rank));
-      values.push_back(has_local_ ? reader_.rank_local(rank, index.world_size, options_.rank_local)
-                                  : RankLocalValues());
-      file.counts.push_back(count_rank(index, plans.back(), values.back()));
-    }
-    index.files.push_back({0, file.ranks});
-    for (file.position = 0; file.position < file.ranks.size(); ++file.position) {
-      const RankPlan& plan = plans[file.position];
-      ShardWriter writer(directory, index, plan, file, values[file.position]);
-      index.files.back().size = writer.file_size();
-      index.segments.push_back(writer.segments());
-      if (options_.dry_run) continue;
-      writer.write(window_bytes_, [&](std::span<const PieceRequest> requests) {
-        fetch(reader_, target_, requests);
-        for (const PieceRequest& request : requests) done_ += static_cast<std::int64_t>(request.target.size());
-        if (options_.progress) options_.progress(done_, total_);
-      });
-      for (std::size_t p = 0; p < plan.pieces.size(); ++p)
-        index.tensors[plan.pieces[p].tensor].digest ^= writer.digests()[p];
-    }
-  }
-
-  CheckpointReader& reader_;
-  Target& target_;
-  const ReshardOptions& options_;
-  std::int64_t window_bytes_;
-  bool has_local_ = false;
-  std::int64_t done_ = 0;
-  std::int64_t total_ = 0;
-};
-
 }  // namespace
 
 }  // namespace checkpoint
@@ -290,23 +228,42 @@ ReshardReport reshard(const std::filesystem::path& source, const std::filesystem
   Target target = describe_target(reader.index(), options);
   const Buffers buffers = plan_buffers(reader.index(), target, options.memory_bytes);
   const Publication publication(path, target.index.save_id);
-  FileWriter writer(reader, target, options, buffers.window);
+  CheckpointIndex& index = target.index;
+  const bool has_local = reader.index().world_size == index.world_size || options.rank_local != RankLocalPolicy::error;
+  if (!has_local) (void)reader.rank_local(0, index.world_size, options.rank_local);  // throws, if there are any
+  std::int64_t done = 0;
+  std::int64_t total = 0;
+  for (const TensorEntry& tensor : index.tensors) total += tensor.bytes();
+  const auto write = [&](const PieceSource& pieces) {
+    const auto values = [&](std::int64_t rank) {
+      return has_local ? reader.rank_local(rank, index.world_size, options.rank_local) : RankLocalValues();
+    };
+    write_files(publication.partial(), index, options.ranks_per_file, buffers.window, values, pieces);
+  };
+  const auto report = [&] {
+    const std::int64_t memory_bytes = buffers.bytes(target.index);
+    return ReshardReport{reader.index(), std::move(target.index), memory_bytes};
+  };
   if (options.dry_run) {
-    writer.write(publication.partial());
-    return {reader.index(), std::move(target.index), buffers.all};
+    write({});
+    return report();
   }
   publication.prepare(options.overwrite);
   try {
     publication.note_owner();
-    writer.write(publication.partial());
+    write([&](std::span<const PieceRequest> requests) {
+      fetch(reader, target, requests);
+      for (const PieceRequest& request : requests) done += static_cast<std::int64_t>(request.target.size());
+      if (options.progress) options.progress(done, total);
+    });
     check_digests(reader, target);
-    write_index(publication.partial(), target.index);
+    write_index(publication.partial(), index);
     publication.publish(options.overwrite);
   } catch (...) {
     publication.discard();
     throw;
   }
-  return {reader.index(), std::move(target.index), buffers.all};
+  return report();
 }
 
 }  // namespace fsdp2

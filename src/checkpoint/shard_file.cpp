@@ -550,7 +550,8 @@ void ShardWriter::write(const MpioOptions& options, const HostCommunicator* grou
     if (is_collective) collective.emplace(*file, *this, window_bytes, options.call_bytes, group);
     together([&] {
       try {
-        put_all(window_bytes, source,
+        // Through the window always: whole windows, as they were counted.
+        put_all(window_bytes, PieceSource(source.fill),
                 [&](const std::string& dataset, std::int64_t start, std::span<const std::byte> bytes) {
                   while (!bytes.empty()) {
                     const auto part = bytes.first(std::min(bytes.size(), static_cast<std::size_t>(options.call_bytes)));

@@ -38,6 +38,7 @@ struct PieceSource {
   /// The bytes of a piece, where they can be read in place and do not change during the write.
   std::function<const std::byte*(const Piece&)> view = {};
 
+  PieceSource() = default;
   template <std::invocable<std::span<const PieceRequest>> Fill>
   PieceSource(Fill fill_requests, std::function<const std::byte*(const Piece&)> view_piece = {})  // NOLINT: a function
       : fill(std::move(fill_requests)), view(std::move(view_piece)) {}

@@ -24,7 +24,7 @@ import read_checkpoint as reader
 import write_checkpoint as writer
 
 TOOL = sys.argv.pop(1)
-COMMANDS = ("inspect", "verify", "reshard", "diff", "list", "prune")
+COMMANDS = ("inspect", "verify", "reshard", "diff", "list", "prune", "export", "import")
 
 
 class ToolTest(unittest.TestCase):
@@ -831,6 +831,136 @@ class ListAndPrune(ToolTest):
         for value in ("0", "-1", "x"):
             self.expect(2, "prune", self.folder, f"--keep-last={value}", err=["--keep-last"])
         self.expect(2, "prune", self.folder, "--keep-last=1", "--keep-every=0", err=["--keep-every"])
+
+
+DTYPE_NAMES = {"f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "f8_e4m3": "F8_E4M3", "f8_e5m2": "F8_E5M2",
+               "i64": "I64", "i32": "I32", "i16": "I16", "i8": "I8", "u64": "U64", "u32": "U32", "u16": "U16", "u8": "U8",
+               "bool": "BOOL", "complex64": "C64"}
+
+
+def read_safetensors(path):
+    """Header and bytes by name."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + length])
+    return header, {name: data[8 + length:][slice(*entry["data_offsets"])] for name, entry in header.items()
+                    if name != "__metadata__"}
+
+
+def write_safetensors(path, header, data=b"", length=None):
+    """header: an object, or text that need not be JSON."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+class Safetensors(ToolTest):
+    needs = ["dp3", "grid", "empty"]
+
+    def test_there_and_back(self):
+        """All dtypes of both formats, all shapes, metadata and step; then the same again from the copy."""
+        some = self.folder / "some"
+        self.expect(0, "reshard", self.samples / "dp3", some, "--world-size=3", "--exclude=*complex128*", out=["equal"])
+        tensors = reader.Checkpoint(some).tensors
+        self.assertEqual({tensor.dtype for tensor in tensors.values()}, set(DTYPE_NAMES))
+        for memory in ("1", "1GiB"):
+            file = self.folder / f"{memory}.safetensors"
+            self.expect(0, "export", some, file, "--memory", memory, out=[f"{len(tensors)} tensors", "digests equal"])
+            header, data = read_safetensors(file)
+            self.assertEqual({name: data[name] for name in tensors},
+                             {t.name: writer.content(t).tobytes() for t in writer.SAMPLES["dp3"]().tensors if t.name in tensors})
+            self.assertEqual({n: (header[n]["dtype"], tuple(header[n]["shape"])) for n in tensors},
+                             {t.name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in tensors.values()})
+            self.assertEqual((file.stat().st_size - sum(map(len, data.values()))) % 8, 0)
+            for ranks, per_file in ((1, 1), (5, 2)):
+                back = self.folder / f"back{memory}-{ranks}"
+                self.expect(0, "import", file, back, "--world-size", ranks, "--ranks-per-file", per_file, "--memory", memory,
+                            out=[f"{ranks} ranks", f"{len(tensors)} tensors"])
+                self.expect(0, "diff", some, back, out=["are equal"])
+                checkpoint = reader.Checkpoint(back)
+                checkpoint.verify()
+                self.assertEqual((checkpoint.step, checkpoint.metadata), (100, {"lr": 0.5, "text": "\u00e4"}))
+                self.expect(0, "export", back, self.folder / "again", out=["equal"])
+                self.assertEqual((self.folder / "again").read_bytes(), file.read_bytes())
+                (self.folder / "again").unlink()
+
+    def test_large_tensors(self):
+        source = write_values(self.folder / "a", {"w": np.random.default_rng(1).standard_normal((700, 9))}, world_size=3)
+        self.assertEqual(self.document("export", source, self.folder / "f", "--memory=1")["tensors"], 1)
+        document = self.document("import", self.folder / "f", self.folder / "b", "--world-size=4", "--memory=1")
+        self.assertEqual((document["world_size"], document["tensor_bytes"]), (4, 700 * 9 * 8))
+        self.expect(0, "diff", source, self.folder / "b", out=["are equal"])
+
+    def test_metadata(self):
+        """That of the file is kept, whoever wrote it."""
+        entry = {"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}
+        for metadata, expected in (({"format": "pt"}, {"format": "pt"}), ({}, None), (None, None),
+                                   ({"fsdp2.step": "x"}, {"fsdp2.step": "x"}), ({"fsdp2.metadata": "{"}, {"fsdp2.metadata": "{"})):
+            file = write_safetensors(self.folder / "f", {**entry, **({} if metadata is None else {"__metadata__": metadata})}, b"ab")
+            self.expect(0, "import", file, self.folder / "c", "--world-size=1", out=["1 tensors"])
+            self.assertEqual(reader.Checkpoint(self.folder / "c").metadata, expected)
+            self.expect(0, "export", self.folder / "c", self.folder / "g", out=["equal"])
+            found = read_safetensors(self.folder / "g")[0]["__metadata__"]
+            if metadata == {"format": "pt"}:
+                self.assertEqual(found, {"format": "pt", "fsdp2.step": "0"})
+            (self.folder / "g").unlink()
+            shutil.rmtree(self.folder / "c")
+
+    def test_what_the_format_forbids(self):
+        def one(dtype="U8", shape=(2,), offsets=(0, 2), **more):
+            return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets), **more}
+
+        text = json.dumps({"w": one()}).encode()
+        for header, data, part in (
+                ({"a": one(), "b": one(offsets=(1, 3))}, b"abc", 'tensor "b": begins at byte 1'),
+                ({"a": one(), "b": one(offsets=(1, 3))}, b"abc", "overlap"),
+                ({"a": one(), "b": one()}, b"ab", "overlap"),
+                ({"a": one(), "b": one(offsets=(3, 5))}, b"abcde", "hole"),
+                ({"a": one(offsets=(1, 3))}, b"abc", "hole"),
+                ({"a": one()}, b"abc", "something follows"), ({"a": one()}, b"a", "truncated"), ({}, b"a", "something follows"),
+                (b'{"w": %s, "w": %s}' % (2 * (json.dumps(one()).encode(),)), b"ab", '"w" twice'),
+                (b'{"w": {"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"ab", '"dtype" twice'),
+                (b'{"__metadata__": {"a":"1","a":"2"}}', b"", '"a" twice'),
+                ({"w": one(shape=(2**62, 8), offsets=(0, 0))}, b"", 'tensor "w"'),
+                ({"w": one(shape=(2**63,))}, b"ab", 'tensor "w"'), ({"w": one(shape=(2**65,))}, b"ab", 'tensor "w"'),
+                ({"w": one("F64", (2**61,), (0, 0))}, b"", 'tensor "w"'), ({"w": one(shape=(0, 2**62, 8), offsets=(0, 0))}, b"", "w"),
+                ({"w": one(shape=(-2,))}, b"ab", "shape has -2"), ({"w": one(shape=(2.0,))}, b"ab", "shape has 2.0"),
+                ({"w": one(shape=(3,))}, b"ab", "has 3 bytes, but"), ({"w": one(offsets=(2, 0))}, b"ab", "data_offsets"),
+                ({"w": one(offsets=(0, 1, 2))}, b"ab", "data_offsets"), ({"w": one(offsets=(0, "2"))}, b"ab", "data_offsets"),
+                ({"w": one("F4")}, b"ab", "no dtype F4"), ({"w": one(7)}, b"ab", "dtype"), ({"w": one(more=1)}, b"ab", "expected"),
+                ({"w": {"dtype": "U8", "shape": [2]}}, b"ab", "expected"), ({"w": 3}, b"ab", "expected"),
+                ({"": one()}, b"ab", "no name"), ({"__metadata__": {"a": 1}}, b"", "no string"), ({"__metadata__": []}, b"", "metadata"),
+                (b'{"\xff": 1}', b"", "JSON"), (b'{"\xc0\xaf": 1}', b"", "JSON"), (b'{"w"', b"", "JSON"), (b"{} {}", b"", "JSON"),
+                (b"[]", b"", "'{'"), (b" {}", b"", "'{'"), (b"", b"", "'{'"),
+                (b'{"a":' * 100000, b"", "nested"), (b'{"a":{"shape":' + b"[" * 100000, b"", "nested")):
+            file = write_safetensors(self.folder / "in", header, data)
+            self.expect(2, "import", file, self.folder / "out", "--world-size=2", err=["safetensors", part])
+        for length, part in ((100_000_001, "longer than 100000000"), (2**64 - 1, "longer"), (len(text) + 3, "truncated"), (2, "JSON")):
+            self.expect(2, "import", write_safetensors(self.folder / "in", text, b"ab", length), self.folder / "out",
+                        "--world-size=2", err=[part])
+        (self.folder / "in").write_bytes(b"1234567")
+        self.expect(2, "import", self.folder / "in", self.folder / "out", "--world-size=2", err=["too few"])
+        self.assertEqual(self.names(), ["in"])
+
+    def test_errors(self):
+        out = self.folder / "out"
+        self.expect(2, "export", self.samples / "dp3", out, err=["complex128"])
+        self.expect(2, "export", self.folder, out, err=["not a checkpoint"])
+        self.expect(3, "export", self.samples / "empty", self.folder / "no" / "out", err=["no"])
+        self.expect(2, "import", self.folder / "nowhere", out, "--world-size=1", err=["nowhere"])
+        self.expect(2, "import", self.folder, out, "--world-size=1", err=["is not a file"])
+        self.expect(2, "import", __file__, out, err=["--world-size"])
+        self.expect(2, "import", __file__, out, "--world-size=0", err=["--world-size"])
+        self.assertEqual(self.names(), [])
+        self.expect(0, "export", self.samples / "empty", out, out=["0 tensors"])
+        self.expect(2, "export", self.samples / "empty", out, err=["already exists"])
+        self.expect(2, "import", out, self.folder, "--world-size=1", err=["already exists"])
+        self.expect(3, "import", out, out / "x", "--world-size=1", err=["out"])
+        self.expect(0, "import", out, self.folder / "c", "--world-size=3", out=["3 ranks"])
+        path = write_values(self.folder / "d", {"w": np.ones(5)})
+        shard = flip_tensor(path, "w")
+        self.expect(3, "export", path, self.folder / "e", err=[shard, "CRC"])
+        self.assertEqual(self.names(), ["c", "d", "out"])
 
 
 del ToolTest

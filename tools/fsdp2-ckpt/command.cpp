@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <iterator>
+#include <limits>
 #include <system_error>
 
 #include "fsdp2/error.hpp"
@@ -92,6 +93,19 @@ CheckpointIndex open_checkpoint(const std::string& path) {
 void require_directory(const std::string& path) {
   std::error_code error;
   if (!std::filesystem::is_directory(path, error)) throw Exit{status_usage, fmt::format("{} is not a directory", path)};
+}
+
+void require_absent(const std::string& path) {
+  std::error_code error;
+  if (std::filesystem::exists(std::filesystem::symlink_status(path, error)))
+    throw Exit{status_usage, fmt::format("{} already exists: choose another name or remove it", path)};
+}
+
+void add_memory(CLI::App& command, std::int64_t& bytes) {
+  command.add_option("--memory", bytes, "most tensor bytes in memory at a time, such as 256MiB; at least some blocks")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(std::int64_t{1}, std::numeric_limits<std::int64_t>::max()))
+      ->capture_default_str();
 }
 
 CLI::Option* add_checkpoint(CLI::App& command, std::string& path, const std::string& description) {

@@ -31,12 +31,16 @@ void add_reshard(CLI::App& app);
 void add_diff(CLI::App& app);
 void add_list(CLI::App& app);
 void add_prune(CLI::App& app);
+void add_export(CLI::App& app);
+void add_import(CLI::App& app);
 
 /// Reads an index, or ends the subcommand: an unreadable input is no failure of the work.
 CheckpointIndex open_checkpoint(const std::string& path);
 
 /// Ends the subcommand unless `path` is a directory.
 void require_directory(const std::string& path);
+/// Ends the subcommand if there is something of that name.
+void require_absent(const std::string& path);
 
 /// "1.50 MiB".
 std::string format_bytes(std::int64_t bytes);
@@ -53,5 +57,8 @@ std::string placements_text(const TensorEntry& tensor, const MeshEntry& mesh);
 
 /// Adds the positional CKPT.
 CLI::Option* add_checkpoint(CLI::App& command, std::string& path, const std::string& description);
+
+/// Adds --memory.
+void add_memory(CLI::App& command, std::int64_t& bytes);
 
 }  // namespace fsdp2::tool

@@ -136,10 +136,7 @@ void add_diff(CLI::App& app) {
   command->add_option("--atol", options->diff.absolute_tolerance, "see --rtol; without both, all bits must be equal")
       ->check(not_negative)
       ->capture_default_str();
-  command->add_option("--memory", options->diff.memory_bytes, "most tensor bytes in memory at a time, such as 64MiB")
-      ->transform(CLI::AsSizeValue(false))
-      ->check(CLI::Range(std::int64_t{1}, std::numeric_limits<std::int64_t>::max()))
-      ->capture_default_str();
+  add_memory(*command, options->diff.memory_bytes);
   command->add_flag("--json", options->json,
                     "print one JSON document; an infinite max_relative is null, as JSON has no such number");
   command->callback([options] { run(*options); });

@@ -28,6 +28,8 @@ int run(int argc, char** argv) {
   add_diff(app);
   add_list(app);
   add_prune(app);
+  add_export(app);
+  add_import(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -279,10 +279,7 @@ void add_reshard(CLI::App& app) {
       ->add_option("--cast", options->casts,
                    "GLOB=dtype: round tensors of such names to f64, f32, f16 or bf16; the last that fits counts")
       ->allow_extra_args(false);
-  command->add_option("--memory", reshard.memory_bytes, "most tensor bytes in memory at a time, such as 256MiB")
-      ->transform(CLI::AsSizeValue(false))
-      ->check(positive)
-      ->capture_default_str();
+  add_memory(*command, reshard.memory_bytes);
   command->add_flag("--overwrite", reshard.overwrite, "replace DST, if it is a checkpoint, when all is written");
   command->add_flag("--dry-run", reshard.dry_run, "write nothing; say what bytes, files and memory it would take");
   CLI::Option* quiet = command->add_flag("--quiet,-q", options->quiet, "print errors only");
