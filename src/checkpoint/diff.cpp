@@ -37,8 +37,8 @@ bool is_finite(std::complex<double> value) {
 template <class T>
 double distance(T x, T y) {
   if constexpr (std::is_integral_v<T>) {
-    const auto greater = static_cast<std::uint64_t>(std::max(x, y));
-    return static_cast<double>(greater - static_cast<std::uint64_t>(std::min(x, y)));
+    const auto modular = [](T value) { return static_cast<std::uint64_t>(static_cast<std::int64_t>(value)); };
+    return static_cast<double>(modular(std::max(x, y)) - modular(std::min(x, y)));
   } else if constexpr (std::is_same_v<T, std::complex<float>> || std::is_same_v<T, std::complex<double>>) {
     return magnitude(std::complex<double>(x) - std::complex<double>(y));
   } else {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <hdf5.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <array>
@@ -180,6 +181,18 @@ class ScratchFile {
   std::filesystem::path path_;
 };
 
+/// HDF5 crashes at exit where the process may not write files of that size, also sparse ones in memory.
+void check_file_size_limit(const std::map<std::string, DatasetSpec>& datasets, std::size_t views) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  std::int64_t bytes = checked_multiply(static_cast<std::int64_t>(datasets.size() + views + 16), 8192);
+  for (const auto& [name, spec] : datasets)
+    bytes = checked_add(bytes, checked_multiply(numel(spec.shape), size_of(spec.type)));
+  if (static_cast<rlim_t>(bytes) > limit.rlim_cur)
+    throw IoError(fmt::format("a file of up to {} bytes is needed, but this process may write {} (RLIMIT_FSIZE)", bytes,
+                              limit.rlim_cur));
+}
+
 PropertyId link_creation() {
   PropertyId properties(H5Pcreate(H5P_LINK_CREATE));
   check<IoError>(H5Pset_create_intermediate_group(properties.get(), 1), "H5Pset_create_intermediate_group", "");
@@ -324,6 +337,7 @@ void Hdf5FileTraits::release(std::int64_t id) {
 Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, const std::vector<NamedView>& views,
                         const RootAttributes& attributes) {
   const QuietErrors quiet;
+  check_file_size_limit(datasets, views.size());
   const ScratchFile scratch;
   const std::filesystem::path& path = scratch.path();
   const PropertyId access(check<IoError>(H5Pcreate(H5P_FILE_ACCESS), "H5Pcreate", path));

@@ -71,9 +71,9 @@ using MpiHints = std::map<std::string, std::string>;
 /// IoError.
 void create_by_mpi(const std::filesystem::path& path, const MpiHints& hints);
 
-/// Datasets of a complete skeleton, written by some ranks through HDF5's MPI-IO driver. HDF5 changes nothing of its own
-/// in the file: a failure to write its structure in parallel would leave the other ranks waiting inside of HDF5 1.10,
-/// and crash the process when it ends.
+/// Datasets of a complete skeleton, written by some ranks through HDF5's MPI-IO driver. HDF5 writes nothing of its own
+/// but, on rank 0 in close, the superblock as it was: where one rank of a parallel HDF5 1.10 cannot write structure,
+/// the others wait for it for ever, and its process crashes at the end.
 class MpioFile {
  public:
   enum class Transfer : std::uint8_t { independent, collective };

@@ -204,9 +204,12 @@ bool is_replacement_interrupted(const HiddenDirectory& old) {
 
 void restore_replaced(const std::filesystem::path& target) {
   std::error_code error;
-  const std::vector<HiddenDirectory> old = replaced(target);
-  if (!old.empty() && is_replacement_interrupted(old.front()))
-    std::filesystem::rename(old.front().path, target, error);  // another rank may be faster
+  try {
+    const std::vector<HiddenDirectory> old = replaced(target);
+    if (!old.empty() && is_replacement_interrupted(old.front()))
+      std::filesystem::rename(old.front().path, target, error);  // another rank may be faster
+  } catch (const IoError&) {  // checkpoints can be written where directories may not be listed
+  }
 }
 
 void remove_hidden(const HiddenDirectory& hidden) {

@@ -54,7 +54,7 @@ bool is_replacement_interrupted(const HiddenDirectory& old);
 void remove_hidden(const HiddenDirectory& hidden);
 
 /// Puts a checkpoint back whose replacement was interrupted when it had no name. Harmless otherwise; any rank may call
-/// it.
+/// it. Best effort.
 void restore_replaced(const std::filesystem::path& target);
 
 /// Removes a directory tree, under a name that nobody loads. Throws IoError where it cannot be renamed.

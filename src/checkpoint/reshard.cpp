@@ -52,7 +52,8 @@ MeshEntry replace_axes(const MeshEntry& mesh, const MeshSpec& spec) {
 
 std::int64_t target_world_size(const CheckpointIndex& source, const ReshardOptions& options) {
   std::int64_t world_size = options.world_size;
-  for (const auto& [name, spec] : options.meshes) {
+  for (const auto& [mesh_name, spec] : options.meshes) {
+    const std::string& name = mesh_name;  // lambdas of C++20 cannot capture a structured binding in clang 14
     const bool is_known = name.empty() || std::any_of(source.meshes.begin(), source.meshes.end(),
                                                       [&](const MeshEntry& mesh) { return mesh.name == name; });
     if (!is_known) {

@@ -264,7 +264,7 @@ void SaveJob::prepare(const StateDict& state) {
     is_own_error_ = true;
   }
   attempt([&] { writer_.emplace(publication_->partial(), index_, plan_, file_, options_.rank_local); });
-  if (options_.io == Io::direct) return;
+  if (options_.io == Io::direct || file_.counts.empty()) return;  // without a plan on no rank of the file
   const std::exception_ptr error = std::exchange(error_, nullptr);
   attempt([&] { agree_in_file(file_group(), error); });  // write is collective
 }

@@ -483,12 +483,13 @@ class ShardWriter::CollectivePut {
     for (const DType dtype : all_dtypes)
       if (writer.skeleton_.places.contains(data_path(dtype)))
         add_dataset(data_path(dtype), writer.segments_[dtype].length, window_bytes);
+    std::map<std::string, std::int64_t> columns{{"/check", 8}};
     for (const auto& [path, column] : writer.columns_) {
-      std::int64_t bytes = static_cast<std::int64_t>(column.bytes.size());
-      if (path.starts_with("/blocks/"))  // not known yet, but how many
-        bytes = writer.segments_[parse_dtype(path.substr(8))].length / writer.index_.sizes.block_bytes * 8;
-      add_dataset(path, bytes, call_bytes);
+      columns[path] = static_cast<std::int64_t>(column.bytes.size());
+      if (path.starts_with("/blocks/"))  // values are not known yet, but how many
+        columns[path] = writer.segments_[parse_dtype(path.substr(8))].length / writer.index_.sizes.block_bytes * 8;
     }
+    for (const auto& [path, bytes] : columns) add_dataset(path, bytes, call_bytes);
     if (group != nullptr) group->all_reduce(counts, MPI_MAX);
     for (std::size_t i = 0; i < counts.size(); ++i) left_[i].second = counts[i];
   }
@@ -500,6 +501,13 @@ class ShardWriter::CollectivePut {
   }
   void finish() {
     while (next_ < left_.size()) finish_dataset();
+  }
+  /// The first error is the one to tell: after a failed transfer HDF5 fails in all that follows.
+  void finish_after_failure() noexcept {
+    try {
+      finish();
+    } catch (const IoError&) {
+    }
   }
 
  private:
@@ -543,6 +551,7 @@ void ShardWriter::write(const MpioOptions& options, const HostCommunicator* grou
                  is_collective ? MpioFile::Transfer::collective : MpioFile::Transfer::independent);
   });
   std::exception_ptr failure;
+  std::uint64_t can_close = 1;
   try {
     const std::int64_t window_bytes =
         std::max(options.call_bytes / index_.sizes.block_bytes, std::int64_t{1}) * index_.sizes.block_bytes;
@@ -564,7 +573,8 @@ void ShardWriter::write(const MpioOptions& options, const HostCommunicator* grou
                   }
                 });
       } catch (...) {
-        if (collective) collective->finish();
+        can_close = file_.position == 0 ? 0 : 1;
+        if (collective) collective->finish_after_failure();
         throw;
       }
       if (collective) collective->finish();
@@ -572,7 +582,9 @@ void ShardWriter::write(const MpioOptions& options, const HostCommunicator* grou
   } catch (...) {
     failure = std::current_exception();
   }
-  together([&] { file->close(); });
+  // A first rank that cannot write would fail in close, too, and leave the others there: MPI_Finalize tries again.
+  if (failure && group != nullptr) group->broadcast({&can_close, 1}, 0);
+  if (can_close != 0) together([&] { file->close(); });
   if (failure) std::rethrow_exception(failure);
   File::open(path_).sync();  // on every rank: MPI-IO may have left the bytes of one with another
 }
