@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "fsdp2/error.hpp"
 
@@ -77,23 +78,95 @@ void validate(const TensorSpec& spec, const MeshSpec& mesh, const std::string& n
   }
 }
 
+namespace {
+
+/// What the rank at `index` of an axis of `size` ranks holds of dimension d of a box that the axes before it have cut.
+Range cut(const Placement& placement, std::size_t d, const Box& box, std::int64_t size, std::int64_t index) {
+  if (const auto* ragged = std::get_if<Ragged>(&placement)) {
+    const auto i = static_cast<std::size_t>(index);
+    return {ragged->bounds[i], ragged->bounds[i + 1]};
+  }
+  const Range rows = chunk(box.extent[d], size, index);
+  return {box.offset[d] + rows.begin, box.offset[d] + rows.end};
+}
+
+/// The dimension that a placement cuts.
+std::optional<std::size_t> cut_dimension(const Placement& placement) {
+  if (const auto* shard = std::get_if<Shard>(&placement)) return static_cast<std::size_t>(shard->dim);
+  if (const auto* ragged = std::get_if<Ragged>(&placement)) return static_cast<std::size_t>(ragged->dim);
+  return std::nullopt;
+}
+
+/// The ranks along an axis that hold some of rows [begin, end), which lie in the box.
+Range holders(const Placement& placement, std::size_t d, const Box& box, std::int64_t size, Range rows) {
+  if (const auto* ragged = std::get_if<Ragged>(&placement)) {
+    const std::vector<std::int64_t>& bounds = ragged->bounds;
+    return {std::upper_bound(bounds.begin(), bounds.end(), rows.begin) - bounds.begin() - 1,
+            std::lower_bound(bounds.begin(), bounds.end(), rows.end) - bounds.begin()};
+  }
+  const std::int64_t chunk_rows = chunk(box.extent[d], size, 0).size();
+  return {(rows.begin - box.offset[d]) / chunk_rows, (rows.end - 1 - box.offset[d]) / chunk_rows + 1};
+}
+
+/// Goes down the split order, and along each axis only to ranks that hold some of what is wanted.
+struct HolderSearch {
+  const TensorSpec& spec;
+  const MeshSpec& mesh;
+  const std::vector<std::int64_t> order;
+  const Box& wanted;
+  const std::function<void(const Shape&)>& found;
+  Box box;
+  Shape coordinate;
+
+  void search(std::size_t level) {
+    if (level == order.size()) return found(coordinate);
+    const auto a = static_cast<std::size_t>(order[level]);
+    const Placement& placement = spec.placements[a];
+    const std::int64_t size = mesh.axes()[a].size;
+    const std::optional<std::size_t> d = cut_dimension(placement);
+    if (!d) {
+      for (coordinate[a] = 0; coordinate[a] < size; ++coordinate[a]) search(level + 1);
+      return;
+    }
+    const std::int64_t offset = box.offset[*d];
+    const std::int64_t extent = box.extent[*d];
+    const Range rows{std::max(wanted.offset[*d], offset),
+                     std::min(wanted.offset[*d] + wanted.extent[*d], offset + extent)};
+    if (rows.end <= rows.begin) return;
+    const Range indices = holders(placement, *d, box, size, rows);
+    for (std::int64_t index = indices.begin; index < indices.end; ++index) {
+      const Range part = cut(placement, *d, box, size, index);
+      if (part.size() == 0) continue;
+      coordinate[a] = index;
+      box.offset[*d] = part.begin;
+      box.extent[*d] = part.size();
+      search(level + 1);
+      box.offset[*d] = offset;
+      box.extent[*d] = extent;
+    }
+  }
+};
+
+}  // namespace
+
 Box local_box(const TensorSpec& spec, const MeshSpec& mesh, const Shape& coordinate) {
   Box box = Box::whole(spec.shape);
   for (const std::int64_t axis : split_order(spec)) {
     const auto a = static_cast<std::size_t>(axis);
-    if (const auto* shard = std::get_if<Shard>(&spec.placements[a])) {
-      const auto d = static_cast<std::size_t>(shard->dim);
-      const Range rows = chunk(box.extent[d], mesh.axes()[a].size, coordinate[a]);
-      box.offset[d] += rows.begin;
-      box.extent[d] = rows.size();
-    } else if (const auto* ragged = std::get_if<Ragged>(&spec.placements[a])) {
-      const auto d = static_cast<std::size_t>(ragged->dim);
-      const auto i = static_cast<std::size_t>(coordinate[a]);
-      box.offset[d] = ragged->bounds[i];
-      box.extent[d] = ragged->bounds[i + 1] - ragged->bounds[i];
-    }
+    const std::optional<std::size_t> d = cut_dimension(spec.placements[a]);
+    if (!d) continue;
+    const Range rows = cut(spec.placements[a], *d, box, mesh.axes()[a].size, coordinate[a]);
+    box.offset[*d] = rows.begin;
+    box.extent[*d] = rows.size();
   }
   return box;
+}
+
+void for_each_holder(const TensorSpec& spec, const MeshSpec& mesh, const Box& wanted,
+                     const std::function<void(const Shape& coordinate)>& found) {
+  if (wanted.numel() == 0) return;
+  HolderSearch{spec, mesh, split_order(spec), wanted, found, Box::whole(spec.shape), Shape(mesh.dimensions(), 0)}
+      .search(0);
 }
 
 }  // namespace fsdp2

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -64,5 +65,10 @@ std::vector<std::int64_t> split_order(const TensorSpec& spec);
 /// before it; Replicate and Partial axes do not cut. The boxes of one replica set tile the tensor exactly.
 /// The spec must be valid and the coordinate inside the mesh.
 Box local_box(const TensorSpec& spec, const MeshSpec& mesh, const Shape& coordinate);
+
+/// Calls `found` with each coordinate whose local box has elements in common with `wanted`, a box of the tensor, once.
+/// Takes time for those found, not for the mesh. The spec must be valid.
+void for_each_holder(const TensorSpec& spec, const MeshSpec& mesh, const Box& wanted,
+                     const std::function<void(const Shape& coordinate)>& found);
 
 }  // namespace fsdp2

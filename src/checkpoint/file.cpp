@@ -6,10 +6,12 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <limits>
@@ -93,16 +95,26 @@ void File::write(std::span<const std::byte> bytes, std::int64_t offset) {
   }
 }
 
-void File::read(std::span<std::byte> bytes, std::int64_t offset) const {
-  while (!bytes.empty()) {
-    const ssize_t got = retry_interrupted(
-        [&] { return ::pread(descriptor_.get(), bytes.data(), std::min(bytes.size(), max_call_bytes), offset); });
-    if (got < 0) fail(fmt::format("reading {} bytes at {} of", bytes.size(), offset), path_, errno);
+void File::read(std::span<const std::span<std::byte>> parts, std::int64_t offset) const {
+  std::vector<iovec> left;
+  for (const std::span<std::byte> part : parts)
+    if (!part.empty()) left.push_back({part.data(), part.size()});
+  for (std::size_t first = 0; first < left.size();) {
+    const std::size_t count = std::min(left.size() - first, std::size_t{IOV_MAX});
+    ssize_t got = retry_interrupted(
+        [&] { return ::preadv(descriptor_.get(), left.data() + first, static_cast<int>(count), offset); });
+    if (got < 0) fail(fmt::format("reading {} bytes at {} of", left[first].iov_len, offset), path_, errno);
     if (got == 0)
       throw CorruptError(
-          fmt::format("{} ends at {}: expected {} more bytes there", path_.string(), offset, bytes.size()));
-    bytes = bytes.subspan(static_cast<std::size_t>(got));
+          fmt::format("{} ends at {}: expected {} more bytes there", path_.string(), offset, left[first].iov_len));
     offset += got;
+    for (; got > 0; first += left[first].iov_len == 0 ? 1 : 0) {
+      iovec& part = left[first];
+      const std::size_t taken = std::min(part.iov_len, static_cast<std::size_t>(got));
+      part.iov_base = static_cast<std::byte*>(part.iov_base) + taken;
+      part.iov_len -= taken;
+      got -= static_cast<ssize_t>(taken);
+    }
   }
 }
 

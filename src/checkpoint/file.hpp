@@ -31,8 +31,9 @@ class File {
   /// Makes the file `bytes` long, with disk space behind it where the file system can promise that.
   void reserve(std::int64_t bytes);
   void write(std::span<const std::byte> bytes, std::int64_t offset);
-  /// Throws CorruptError where the file ends early.
-  void read(std::span<std::byte> bytes, std::int64_t offset) const;
+  /// Fills one part after the other. Throws CorruptError where the file ends early.
+  void read(std::span<const std::span<std::byte>> parts, std::int64_t offset) const;
+  void read(std::span<std::byte> bytes, std::int64_t offset) const { read({&bytes, 1}, offset); }
   /// Asks the kernel to start writing a range, so that sync() finds little left to do. A hint: failures do not matter.
   void start_writeback(std::int64_t offset, std::int64_t bytes);
   /// Returns when the content is on stable storage. Never retried: after a failure the kernel may have dropped pages.

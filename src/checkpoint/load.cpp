@@ -33,9 +33,12 @@ std::vector<Match> match(const CheckpointReader& reader, const StateDict& state,
   std::vector<Match> matches;
   std::vector<const std::string*> key_of(index.tensors.size(), nullptr);
   std::string problems;
+  std::size_t next = 0;  // both are in order of names
   for (const auto& [key, tensor] : state.tensors) {
     const std::string name = options.rename ? options.rename(key) : key;
-    const std::size_t number = index.find(name);
+    const std::size_t number =
+        next < index.tensors.size() && index.tensors[next].name == name ? next : index.find(name);
+    next = number + 1;
     if (number == index.tensors.size()) {
       if (options.strict) problems += fmt::format("\n  missing in the checkpoint: \"{}\"", name);
       continue;
@@ -157,7 +160,7 @@ CheckpointIndex load(const std::filesystem::path& directory, const StateDict& st
   if (options.broadcast_replicas) broadcast_to_replicas(matches);
   if (options.rank_local != nullptr) *options.rank_local = std::move(values);
   if (state.after_load) state.after_load();
-  return reader->index();
+  return reader->take_index();
 }
 
 RankLocalValues read_rank_local(const std::filesystem::path& directory, std::int64_t rank, std::int64_t world_size,

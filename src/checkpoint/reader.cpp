@@ -48,25 +48,95 @@ struct CheckpointReader::Source {
   /// Of the next byte, in the arena.
   std::int64_t position() const { return piece_start + runs.run().from * width() + taken; }
 
-  /// Bytes that follow one another both in the arena and at the target, from the next byte on.
-  std::int64_t contiguous() const { return runs.run().count * width() - taken; }
-  std::byte* next_target() const { return target + runs.run().to * width() + taken; }
-  void skip(std::int64_t count) {
-    taken += count;
-    if (contiguous() != 0) return;
-    runs.next();
-    taken = 0;
-  }
-
-  /// Copies what lies in the block at `begin`.
-  void copy_from(std::span<const std::byte> block, std::int64_t begin) {
-    const std::int64_t end = begin + static_cast<std::int64_t>(block.size());
-    while (!runs.is_done() && position() < end) {
-      const std::int64_t count = std::min(contiguous(), end - position());
-      std::memcpy(next_target(), block.data() + (position() - begin), static_cast<std::size_t>(count));
-      skip(count);
+  /// Gives `block` what it has of the bytes that are wanted.
+  template <class Block>
+  void take_from(Block& block) {
+    while (!runs.is_done() && position() < block.end()) {
+      const std::int64_t count = std::min(runs.run().count * width() - taken, block.end() - position());
+      block.take(position(), count, target + runs.run().to * width() + taken);
+      taken += count;
+      if (taken != runs.run().count * width()) continue;
+      runs.next();
+      taken = 0;
     }
   }
+};
+
+/// One block of an arena, read to where its bytes are wanted: straight, or by way of a buffer where they are scattered
+/// more finely than the kernel copies well.
+class CheckpointReader::Block {
+ public:
+  Block(const ShardTables& tables, DType dtype, std::int64_t bytes)
+      : tables_(tables),
+        dtype_(dtype),
+        bytes_(bytes),
+        file_(File::open(tables.path)),
+        buffer_(buffer_for(tables.path, bytes)) {}
+
+  void begin(std::int64_t number) {
+    number_ = number;
+    is_read_ = false;
+    known_ = 0;
+    parts_.clear();
+  }
+  std::int64_t end() const { return (number_ + 1) * bytes_; }
+
+  /// Bytes wanted at `target`, from position `from` of the arena on.
+  void take(std::int64_t from, std::int64_t count, std::byte* target) {
+    from -= number_ * bytes_;
+    const bool is_fine = static_cast<std::int64_t>(parts_.size()) * min_part_bytes > bytes_;
+    if (!is_read_ && (is_fine || from < known_)) read_to_buffer();
+    if (is_read_) {
+      std::memcpy(target, buffer_.data() + from, static_cast<std::size_t>(count));
+      return;
+    }
+    skip_to(from);
+    parts_.emplace_back(target, static_cast<std::size_t>(count));
+    known_ = from + count;
+  }
+
+  /// All that is wanted is known: reads it.
+  void finish() {
+    if (is_read_) return;
+    skip_to(bytes_);
+    read(parts_);
+  }
+
+ private:
+  static constexpr std::int64_t min_part_bytes = 2048;  // on average; 2 KiB by the kernel cost as much as a copy more
+
+  void skip_to(std::int64_t position) {
+    if (position > known_) parts_.emplace_back(buffer_.data() + known_, static_cast<std::size_t>(position - known_));
+    known_ = position;
+  }
+
+  void read_to_buffer() {
+    const std::span<std::byte> whole(buffer_);
+    read({&whole, 1});
+    is_read_ = true;
+    const std::byte* next = buffer_.data();
+    for (const std::span<std::byte> part : parts_) {
+      if (part.data() != next) std::memcpy(part.data(), next, part.size());
+      next += part.size();
+    }
+  }
+
+  void read(std::span<const std::span<std::byte>> parts) const {
+    file_.read(parts, tables_.arena_offset[dtype_] + number_ * bytes_);
+    std::uint64_t crc = 0;
+    for (const std::span<std::byte> part : parts) crc = crc64(part, crc);
+    require_block(crc, tables_, dtype_, number_);
+  }
+
+  const ShardTables& tables_;
+  DType dtype_;
+  std::int64_t bytes_;
+  File file_;
+  std::vector<std::byte> buffer_;
+  std::int64_t number_ = 0;
+  bool is_read_ = false;
+  std::int64_t known_ = 0;  // where each byte before it goes
+  std::vector<std::span<std::byte>> parts_;
 };
 
 void require_block(std::uint64_t found, const ShardTables& shard, DType dtype, std::int64_t block) {
@@ -130,18 +200,14 @@ std::vector<CheckpointReader::Source> CheckpointReader::find_sources(std::span<c
   for (const BoxRequest& request : requests) {
     const TensorEntry& tensor = index_.tensors[request.tensor];
     const MeshSpec& mesh = index_.meshes[tensor.mesh].spec;
-    for (std::int64_t rank = 0; rank < index_.world_size; ++rank) {
-      if (!mesh.contains(rank)) continue;
-      // A plan says it all, but costs as much as the box of every tensor.
-      if (!plans_.contains(rank) &&
-          intersect(local_box(tensor.spec, mesh, mesh.coordinate_of(rank)), request.box).numel() == 0)
-        continue;
+    for_each_holder(tensor.spec, mesh, request.box, [&](const Shape& coordinate) {
+      const std::int64_t rank = mesh.rank_at(coordinate);
       const std::vector<Piece>& pieces = plan(rank).pieces;
       const auto piece = std::lower_bound(pieces.begin(), pieces.end(), request.tensor,
                                           [](const Piece& a, std::size_t number) { return a.tensor < number; });
-      if (piece == pieces.end() || piece->tensor != request.tensor) continue;
+      if (piece == pieces.end() || piece->tensor != request.tensor) return;
       const Box common = intersect(piece->box, request.box);
-      if (common.numel() == 0) continue;
+      if (common.numel() == 0) return;
       Shape in_piece = common.offset;
       Shape in_request = common.offset;
       for (std::size_t d = 0; d < common.offset.size(); ++d) {
@@ -153,7 +219,7 @@ std::vector<CheckpointReader::Source> CheckpointReader::find_sources(std::span<c
                          index_.segments[static_cast<std::size_t>(rank)][dtype].start + piece->start,
                          RunCursor(common.extent, piece->box.extent, in_piece, request.box.extent, in_request), 0,
                          request.target});
-    }
+    });
   }
   return sources;
 }
@@ -180,34 +246,22 @@ void CheckpointReader::read_elements(std::size_t tensor, std::int64_t begin, std
   read(requests);
 }
 
-void CheckpointReader::read_arena(std::size_t file_number, DType dtype, std::span<Source> sources) {
-  const ShardTables& tables = shard(file_number);
-  const File file = File::open(tables.path);
+void CheckpointReader::read_arena(std::size_t file, DType dtype, std::span<Source> sources) {
   const std::int64_t block_bytes = index_.sizes.block_bytes;
-  std::vector<std::byte> block = buffer_for(tables.path, block_bytes);
-  std::int64_t loaded = -1;
+  Block block(shard(file), dtype, block_bytes);
   const auto is_later = [](const Source* a, const Source* b) { return a->position() > b->position(); };
   std::priority_queue<Source*, std::vector<Source*>, decltype(is_later)> next(is_later);
   for (Source& source : sources) next.push(&source);
-  const auto read_block = [&](std::int64_t number, std::span<std::byte> bytes) {
-    file.read(bytes, tables.arena_offset[dtype] + number * block_bytes);
-    bytes_read_ += block_bytes;
-    require_block(crc64(bytes), tables, dtype, number);
-  };
   while (!next.empty()) {
-    Source& source = *next.top();
-    next.pop();
-    const std::int64_t number = source.position() / block_bytes;
-    if (source.position() % block_bytes == 0 && source.contiguous() >= block_bytes && number != loaded) {
-      // The target wants the whole block, and nobody else does: a byte of an arena is one element of one tensor.
-      read_block(number, {source.next_target(), block.size()});
-      source.skip(block_bytes);
-    } else {
-      if (number != loaded) read_block(number, block);
-      loaded = number;
-      source.copy_from(block, number * block_bytes);
+    block.begin(next.top()->position() / block_bytes);
+    while (!next.empty() && next.top()->position() < block.end()) {
+      Source& source = *next.top();
+      next.pop();
+      source.take_from(block);
+      if (!source.runs.is_done()) next.push(&source);
     }
-    if (!source.runs.is_done()) next.push(&source);
+    block.finish();
+    bytes_read_ += block_bytes;
   }
 }
 

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <map>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/shard_file.hpp"
@@ -30,6 +31,8 @@ class CheckpointReader {
 
   const std::filesystem::path& directory() const { return directory_; }
   const CheckpointIndex& index() const { return index_; }
+  /// The same, for the last use of the reader.
+  CheckpointIndex take_index() { return std::move(index_); }
 
   /// What a rank wrote.
   const RankPlan& plan(std::int64_t rank);
@@ -52,6 +55,7 @@ class CheckpointReader {
 
  private:
   struct Source;
+  class Block;
   std::vector<Source> find_sources(std::span<const BoxRequest> requests);
   void read_arena(std::size_t file, DType dtype, std::span<Source> sources);
 

@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -161,6 +162,19 @@ ssize_t pread_file(int descriptor, void* bytes, std::size_t count, off_t offset)
                         [&](std::size_t part) { return ::syscall(SYS_pread64, descriptor, bytes, part, offset); });
 }
 
+ssize_t preadv_file(int descriptor, const iovec* parts, int count, off_t offset) {
+  std::size_t bytes = 0;
+  for (int i = 0; i < count; ++i) bytes += parts[i].iov_len;
+  return transfer_bytes("preadv", descriptor, bytes, [&](std::size_t limit) {
+    std::vector<iovec> some(parts, parts + count);
+    for (iovec& part : some) {
+      part.iov_len = std::min(part.iov_len, limit);
+      limit -= part.iov_len;
+    }
+    return ::syscall(SYS_preadv, descriptor, some.data(), some.size(), offset, 0);  // 0: the offset's high half
+  });
+}
+
 int reserve_file(int descriptor, int mode, off_t offset, off_t length) {
   const std::string path = path_of(descriptor);
   if (!proceeds("fallocate", path)) return -1;
@@ -233,6 +247,9 @@ ssize_t read(int descriptor, void* bytes, std::size_t count) {
 }
 ssize_t pread(int descriptor, void* bytes, std::size_t count, off_t offset) {
   return pread_file(descriptor, bytes, count, offset);
+}
+ssize_t preadv(int descriptor, const iovec* parts, int count, off_t offset) {
+  return preadv_file(descriptor, parts, count, offset);
 }
 
 int fallocate(int descriptor, int mode, off_t offset, off_t length) {

@@ -93,6 +93,30 @@ void check(const TensorSpec& spec, const MeshSpec& mesh) {
   ASSERT_EQ(wrong, held.end()) << "element " << wrong - held.begin() << " is held " << *wrong << " times";
 }
 
+// Compares for_each_holder with the boxes of all ranks.
+void check_holders(const TensorSpec& spec, const MeshSpec& mesh, const Box& wanted) {
+  std::vector<std::int64_t> expected;
+  for (std::int64_t rank = 0; rank < mesh.size(); ++rank)
+    if (intersect(local_box(spec, mesh, mesh.coordinate_of(rank)), wanted).numel() > 0) expected.push_back(rank);
+  std::vector<std::int64_t> found;
+  for_each_holder(spec, mesh, wanted, [&](const Shape& coordinate) { found.push_back(mesh.rank_at(coordinate)); });
+  std::sort(found.begin(), found.end());
+  ASSERT_EQ(found, expected) << "for " << to_string(wanted.offset) << " + " << to_string(wanted.extent);
+}
+void check_holders(const TensorSpec& spec, const MeshSpec& mesh) {
+  check_holders(spec, mesh, Box::whole(spec.shape));
+  for (std::int64_t rank = 0; rank < mesh.size(); ++rank) {
+    Box box = local_box(spec, mesh, mesh.coordinate_of(rank));
+    check_holders(spec, mesh, box);
+    for (std::size_t d = 0; d < box.extent.size(); ++d) {  // over its edge, from the middle on
+      const std::int64_t end = std::min(box.offset[d] + box.extent[d] + 1, spec.shape[d]);
+      box.offset[d] += box.extent[d] / 2;
+      box.extent[d] = end - box.offset[d];
+    }
+    check_holders(spec, mesh, box);
+  }
+}
+
 std::string describe(const TensorSpec& spec, const MeshSpec& mesh) {
   std::string text =
       to_string(spec.shape) + " on " + mesh.to_string() + ", order " + to_string(split_order(spec)) + ":";
@@ -155,6 +179,7 @@ std::int64_t check_all_placements(const Shape& shape, const MeshSpec& mesh, cons
     }
     ASSERT_NO_THROW(validate(spec, mesh, "w")) << describe(spec, mesh);
     check(spec, mesh);
+    check_holders(spec, mesh);
     if (::testing::Test::HasFatalFailure()) FAIL() << describe(spec, mesh);
     ++checked;
   };
