@@ -5,6 +5,7 @@
 // The only place that knows Kokkos versions: 3.4 (Debian 12) to 5.x.
 
 #include <Kokkos_Core.hpp>
+#include <cmath>
 #include <string>
 
 namespace fsdp2::compat {
@@ -29,6 +30,12 @@ using Kokkos::Experimental::cos;
 using Kokkos::Experimental::log;
 using Kokkos::Experimental::pow;
 using Kokkos::Experimental::sqrt;
+#endif
+
+#if KOKKOS_VERSION >= 40000
+using Kokkos::fma;
+#else
+using std::fma;
 #endif
 
 /// Host memory that kernels on the default execution space can reach.

@@ -32,6 +32,9 @@ void* allocate(std::size_t size) {
 
 }  // namespace
 
+#if defined(__CUDACC__)
+#pragma nv_diag_suppress 20011  // nvcc takes them for functions of the device, too
+#endif
 void* operator new(std::size_t size) {
   return allocate(size);
 }

@@ -34,7 +34,6 @@ struct SerialAdamW {
     m.resize(p.size());
     v.resize(p.size());
     ++t;
-    const auto beta1 = static_cast<float>(options.beta1);
     const auto beta2 = static_cast<float>(options.beta2);
     const auto rest1 = static_cast<float>(1 - options.beta1);
     const auto rest2 = static_cast<float>(1 - options.beta2);
@@ -42,8 +41,8 @@ struct SerialAdamW {
     const auto correction = static_cast<float>(std::sqrt(1 - std::pow(options.beta2, t)));
     const auto decay = static_cast<float>(1 - options.lr * options.weight_decay);
     for (std::size_t i = 0; i < p.size(); ++i) {
-      m[i] = beta1 * m[i] + rest1 * g[i];
-      v[i] = beta2 * v[i] + rest2 * g[i] * g[i];
+      m[i] = std::fma(rest1, g[i] - m[i], m[i]);
+      v[i] = std::fma(rest2 * g[i], g[i], beta2 * v[i]);
       p[i] = p[i] * decay - rate * m[i] / (std::sqrt(v[i]) / correction + static_cast<float>(options.eps));
     }
   }
