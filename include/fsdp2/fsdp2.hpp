@@ -40,6 +40,7 @@
 #include "fsdp2/checkpoint/load.hpp"
 #include "fsdp2/checkpoint/manager.hpp"
 #include "fsdp2/checkpoint/verify.hpp"
+#include "fsdp2/checkpoint/view.hpp"
 #include "fsdp2/checkpoint/diff.hpp"
 #include "fsdp2/checkpoint/reshard.hpp"
 #include "fsdp2/checkpoint/safetensors.hpp"

@@ -199,6 +199,22 @@ PropertyId link_creation() {
   return properties;
 }
 
+bool has_nan(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+    case DType::f32:
+    case DType::f16:
+    case DType::bf16:
+    case DType::f8_e4m3:
+    case DType::f8_e5m2:
+    case DType::complex64:
+    case DType::complex128:
+      return true;
+    default:
+      return false;
+  }
+}
+
 void write_attribute(hid_t file, const std::filesystem::path& path, const std::string& name, hid_t type,
                      const void* value) {
   const SpaceId space(check<IoError>(H5Screate(H5S_SCALAR), "H5Screate", path));
@@ -217,19 +233,30 @@ void write_attributes(hid_t file, const std::filesystem::path& path, const RootA
   }
 }
 
-void create_view(hid_t file, const std::filesystem::path& path, hid_t links, const NamedView& view,
-                 const DatasetPlace& source) {
+void create_view(hid_t file, const std::filesystem::path& path, hid_t links, const NamedView& view) {
   const PropertyId creation(check<IoError>(H5Pcreate(H5P_DATASET_CREATE), "H5Pcreate", path));
-  const Shape shape = view.shape.empty() ? Shape{1} : view.shape;  // HDF5 has no virtual scalars
-  const SpaceId space = simple_space(shape);
-  const SpaceId arena = simple_space(source.shape);
-  const auto start = static_cast<hsize_t>(view.start);
-  const auto count = static_cast<hsize_t>(numel(shape));
-  check<IoError>(H5Sselect_hyperslab(arena.get(), H5S_SELECT_SET, &start, nullptr, &count, nullptr),
-                 "H5Sselect_hyperslab", path, view.path);
-  check<IoError>(H5Pset_virtual(creation.get(), space.get(), ".", view.source.c_str(), arena.get()), "H5Pset_virtual",
-                 path, view.path);
+  check<IoError>(H5Pset_obj_track_times(creation.get(), false), "H5Pset_obj_track_times", path);
+  const bool is_scalar = view.shape.empty();  // HDF5 has no virtual scalars
+  const SpaceId space = simple_space(is_scalar ? Shape{1} : view.shape);
   const TypeId type = stored_type(view.type);
+  for (const ViewPart& part : view.parts) {
+    const std::vector<hsize_t> offset = is_scalar ? std::vector<hsize_t>{0} : to_hsize(part.box.offset);
+    const std::vector<hsize_t> extent = is_scalar ? std::vector<hsize_t>{1} : to_hsize(part.box.extent);
+    check<IoError>(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, offset.data(), nullptr, extent.data(), nullptr),
+                   "H5Sselect_hyperslab", path, view.path);
+    const SpaceId source = simple_space({part.source_elements});
+    const auto start = static_cast<hsize_t>(part.start);
+    const auto count = static_cast<hsize_t>(part.box.numel());
+    check<IoError>(H5Sselect_hyperslab(source.get(), H5S_SELECT_SET, &start, nullptr, &count, nullptr),
+                   "H5Sselect_hyperslab", path, view.path);
+    check<IoError>(H5Pset_virtual(creation.get(), space.get(), part.file.c_str(), part.source.c_str(), source.get()),
+                   "H5Pset_virtual", path, view.path);
+  }
+  if (has_nan(view.type)) {
+    const std::vector<unsigned char> nan(static_cast<std::size_t>(size_of(view.type)), 0xff);  // in all of them
+    check<IoError>(H5Pset_fill_value(creation.get(), type.get(), nan.data()), "H5Pset_fill_value", path, view.path);
+  }
+  check<IoError>(H5Sselect_all(space.get()), "H5Sselect_all", path, view.path);
   const DatasetId dataset(
       check<IoError>(H5Dcreate2(file, view.path.c_str(), type.get(), space.get(), links, creation.get(), H5P_DEFAULT),
                      "H5Dcreate2", path, view.path));
@@ -382,8 +409,7 @@ Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, cons
       }
       skeleton.places.emplace(name, std::move(place));
     }
-    for (const NamedView& view : views)
-      create_view(file.get(), path, links.get(), view, skeleton.places.at(view.source));
+    for (const NamedView& view : views) create_view(file.get(), path, links.get(), view);
     check<IoError>(H5Fclose(file.detach()), "H5Fclose", path);
   }
 

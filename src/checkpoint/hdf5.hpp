@@ -36,13 +36,22 @@ struct DatasetPlace {
   std::int64_t bytes = 0;
 };
 
-/// `shape` elements of a one-dimensional dataset from element `start` on, shown under `path` as a virtual dataset.
+/// Where HDF5 finds a box of a virtual dataset: its elements, row-major, are elements from `start` on of a
+/// one-dimensional dataset.
+struct ViewPart {
+  Box box;
+  std::string file;  ///< "." is the view's own; else in its directory
+  std::string source;
+  std::int64_t source_elements = 0;
+  std::int64_t start = 0;
+};
+
+/// A virtual dataset. Where there is no part, or its file is missing, HDF5 shows NaN, or 0 in types without NaN.
 struct NamedView {
   std::string path;
-  std::string source;
   DType type = DType::u8;
-  std::int64_t start = 0;
   Shape shape;
+  std::vector<ViewPart> parts;
 };
 
 /// What is in a file for people: attributes of the root group.

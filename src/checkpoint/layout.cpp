@@ -17,6 +17,8 @@ namespace {
 constexpr std::int64_t piece_align = 64;
 /// Of all tensors: plan_rank doubles positions and aligns ends, which then cannot overflow.
 constexpr std::int64_t max_total_bytes = std::int64_t{1} << 60;
+/// Of the format. Readers hold a block in memory, and a file has a multiple of this of each dtype and rank.
+constexpr std::int64_t max_segment_align = std::int64_t{1} << 30;
 
 bool is_power_of_two(std::int64_t value) {
   return value > 0 && (value & (value - 1)) == 0;
@@ -129,11 +131,11 @@ RankPlan plan_rank(const CheckpointIndex& index, std::int64_t rank) {
 void validate(const CheckpointIndex& index) {
   const FormatSizes& sizes = index.sizes;
   if (!is_power_of_two(sizes.block_bytes) || !is_power_of_two(sizes.segment_align) || sizes.block_bytes < 4096 ||
-      sizes.segment_align < sizes.block_bytes || sizes.split_bytes < 0)
+      sizes.segment_align < sizes.block_bytes || sizes.segment_align > max_segment_align || sizes.split_bytes < 0)
     throw ConfigError(
         fmt::format("block_bytes {} and segment_align {} must be powers of two with 4096 <= block_bytes <= "
-                    "segment_align, and split_bytes {} not negative",
-                    sizes.block_bytes, sizes.segment_align, sizes.split_bytes));
+                    "segment_align <= {}, and split_bytes {} not negative",
+                    sizes.block_bytes, sizes.segment_align, max_segment_align, sizes.split_bytes));
   if (index.world_size < 1) throw ConfigError(fmt::format("world size {} is not at least 1", index.world_size));
   for (const MeshEntry& mesh : index.meshes) {
     const std::vector<std::int64_t>& ranks = mesh.spec.ranks();

@@ -64,6 +64,50 @@ struct Contents {
   std::map<std::string, std::string> metadata;
 };
 
+/// What a header may not be, although it is JSON: deeply nested, or with a key twice, of which Json would keep one.
+class HeaderRules final : public nlohmann::json_sax<Json> {
+ public:
+  const std::string& problem() const { return problem_; }
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return enter(); }
+  bool key(string_t& value) override {
+    return keys_.back().insert(value).second || fail(fmt::format("its header has \"{}\" twice", value));
+  }
+  bool end_object() override { return leave(); }
+  bool start_array(std::size_t) override { return enter(); }
+  bool end_array() override { return leave(); }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception& error) override {
+    return fail(fmt::format("its header is no JSON: {}", error.what()));
+  }
+
+ private:
+  static constexpr std::size_t max_depth = 3;  // a list of a tensor of the header
+
+  bool enter() {
+    if (keys_.size() == max_depth) return fail("its header is nested too deeply");
+    keys_.emplace_back();
+    return true;
+  }
+  bool leave() {
+    keys_.pop_back();
+    return true;
+  }
+  bool fail(std::string problem) {
+    problem_ = std::move(problem);
+    return false;
+  }
+
+  std::vector<std::set<std::string>> keys_;  // of the objects around a place; those of lists stay empty
+  std::string problem_;
+};
+
 class HeaderParser {
  public:
   explicit HeaderParser(const File& file) : file_(file) {}
@@ -106,24 +150,9 @@ class HeaderParser {
   }
 
   Json parse_json(const std::string& text) const {
-    constexpr int max_depth = 3;  // a list of a tensor of the header
-    std::vector<std::set<std::string>> keys;
-    const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
-      if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start) {
-        if (depth >= max_depth) refuse("its header is nested too deeply");
-        if (event == Json::parse_event_t::object_start) keys.emplace_back();
-      } else if (event == Json::parse_event_t::object_end) {
-        keys.pop_back();
-      } else if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second) {
-        refuse(fmt::format("its header has \"{}\" twice", value.get<std::string>()));
-      }
-      return true;
-    };
-    try {
-      return Json::parse(text, check);
-    } catch (const Json::exception& error) {
-      refuse(fmt::format("its header is no JSON: {}", error.what()));
-    }
+    HeaderRules rules;
+    if (!Json::sax_parse(text, &rules)) refuse(rules.problem());
+    return Json::parse(text);
   }
 
   std::map<std::string, std::string> parse_metadata(const Json& value) const {
@@ -267,25 +296,62 @@ std::string encode_header(const CheckpointIndex& index, std::span<const std::siz
   return all + text;
 }
 
-/// Writes one tensor at `offset`, window by window, and proves it.
-void copy_tensor(CheckpointReader& reader, std::size_t number, File& file, std::int64_t offset,
-                 std::span<std::byte> window) {
-  const TensorEntry& tensor = reader.index().tensors[number];
-  const std::int64_t width = size_of(tensor.spec.dtype);
-  const std::int64_t elements = numel(tensor.spec.shape);
-  const std::int64_t most = static_cast<std::int64_t>(window.size()) / width;
-  std::uint64_t digest = 0;
-  for (std::int64_t begin = 0; begin < elements; begin += most) {
-    const std::int64_t count = std::min(most, elements - begin);
-    reader.read_elements(number, begin, count, window.data());
-    const std::span<const std::byte> bytes = window.first(static_cast<std::size_t>(count * width));
-    digest = crc64(bytes, digest);
-    file.write(bytes, offset + begin * width);
+/// The data of a file, through a window that holds as many tensors, or as much of one, as fit.
+class DataWriter {
+ public:
+  DataWriter(CheckpointReader& reader, File& file, std::int64_t offset, std::span<std::byte> window)
+      : reader_(reader), file_(file), offset_(offset), window_(window), digests_(reader.index().tensors.size(), 0) {}
+
+  void add(std::size_t number) {
+    const TensorSpec& spec = reader_.index().tensors[number].spec;
+    const std::int64_t width = size_of(spec.dtype);
+    const std::int64_t elements = numel(spec.shape);
+    for (std::int64_t begin = 0; begin < elements;) {
+      const std::int64_t room = (static_cast<std::int64_t>(window_.size()) - used_) / width;
+      if (room == 0) {
+        flush();
+        continue;
+      }
+      const std::int64_t count = std::min(room, elements - begin);
+      std::byte* const target = window_.data() + used_;
+      for_each_box(spec.shape, begin, begin + count, [&](Box box, std::int64_t first) {
+        requests_.push_back({number, std::move(box), target + (first - begin) * width});
+      });
+      parts_.emplace_back(number, std::span(target, static_cast<std::size_t>(count * width)));
+      used_ += count * width;
+      begin += count;
+    }
   }
-  if (digest != tensor.digest)
-    throw CorruptError(fmt::format("{}: tensor \"{}\" has content digest {:016x}, but its index says {:016x}",
-                                   reader.directory().string(), tensor.name, digest, tensor.digest));
-}
+
+  /// Writes what is left, and proves every tensor.
+  void finish() {
+    flush();
+    for (std::size_t t = 0; t < digests_.size(); ++t)
+      if (const TensorEntry& tensor = reader_.index().tensors[t]; digests_[t] != tensor.digest)
+        throw CorruptError(fmt::format("{}: tensor \"{}\" has content digest {:016x}, but its index says {:016x}",
+                                       reader_.directory().string(), tensor.name, digests_[t], tensor.digest));
+  }
+
+ private:
+  void flush() {
+    reader_.read(requests_);
+    for (const auto& [number, bytes] : parts_) digests_[number] = crc64(bytes, digests_[number]);
+    file_.write(window_.first(static_cast<std::size_t>(used_)), offset_);
+    offset_ += used_;
+    used_ = 0;
+    requests_.clear();
+    parts_.clear();
+  }
+
+  CheckpointReader& reader_;
+  File& file_;
+  std::int64_t offset_;  // in the file, of the window
+  std::span<std::byte> window_;
+  std::int64_t used_ = 0;
+  std::vector<BoxRequest> requests_;
+  std::vector<std::pair<std::size_t, std::span<const std::byte>>> parts_;
+  std::vector<std::uint64_t> digests_;  // by tensor, of what was written of it
+};
 
 /// How much of the memory is left beside the reader's or writer's block, in blocks.
 std::int64_t window_for(std::int64_t memory_bytes, std::int64_t block_bytes) {
@@ -306,18 +372,15 @@ CheckpointIndex export_safetensors(const std::filesystem::path& source, const st
   const std::filesystem::path parent = path.has_parent_path() ? path.parent_path() : ".";
   const std::filesystem::path partial =
       parent / fmt::format(".{}.partial-{}", path.filename().string(), random_save_id());
-  std::int64_t longest = 0;
-  for (const TensorEntry& tensor : index.tensors) longest = std::max(longest, tensor.bytes());
-  std::vector<std::byte> window =
-      buffer_for(path, std::min(window_for(memory_bytes, index.sizes.block_bytes), longest));
+  std::int64_t bytes = 0;
+  for (const TensorEntry& tensor : index.tensors) bytes += tensor.bytes();
+  std::vector<std::byte> window = buffer_for(path, std::min(window_for(memory_bytes, index.sizes.block_bytes), bytes));
   File file = File::create(partial);
   try {
     file.write(std::as_bytes(std::span(header)), 0);
-    auto end = static_cast<std::int64_t>(header.size());
-    for (const std::size_t t : order) {
-      copy_tensor(reader, t, file, end, window);
-      end += index.tensors[t].bytes();
-    }
+    DataWriter data(reader, file, static_cast<std::int64_t>(header.size()), window);
+    for (const std::size_t t : order) data.add(t);
+    data.finish();
     file.sync();
     file.close();
     rename_to_new(partial, path);

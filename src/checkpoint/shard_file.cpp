@@ -38,9 +38,6 @@ constexpr std::size_t segment_field(DType dtype) {
   return first_local_value_byte + 1 + 3 * (static_cast<std::size_t>(dtype) - 1);
 }
 
-std::string data_path(DType dtype) {
-  return fmt::format("/data/{}", to_string(dtype));
-}
 std::string blocks_path(DType dtype) {
   return fmt::format("/blocks/{}", to_string(dtype));
 }
@@ -61,23 +58,6 @@ std::size_t utf8_length(std::string_view text) {
   const bool is_overlong = (lead == 0xe0 && byte(1) < 0xa0) || (lead == 0xf0 && byte(1) < 0x90);
   const bool is_outside = (lead == 0xed && byte(1) >= 0xa0) || (lead == 0xf4 && byte(1) >= 0x90);
   return is_overlong || is_outside ? 0 : length;
-}
-
-/// A tensor's name as one HDF5 link name.
-std::string escape_name(std::string_view name) {
-  std::string escaped;
-  for (std::size_t i = 0; i < name.size();) {
-    const std::size_t length = utf8_length(name.substr(i));
-    const auto byte = static_cast<unsigned char>(name[i]);
-    const bool is_plain =
-        length > 0 && byte >= 0x20 && byte != 0x7f && byte != '/' && byte != '%' && !(i == 0 && byte == '.');
-    if (is_plain)
-      escaped += name.substr(i, length);
-    else
-      escaped += fmt::format("%{:02X}", byte);
-    i += is_plain ? length : 1;
-  }
-  return escaped;
 }
 
 std::vector<std::uint64_t> header_of(const CheckpointIndex& index, std::size_t file, std::size_t files,
@@ -332,19 +312,44 @@ class SegmentStream {
   std::size_t next_piece_ = 0;        // the first that the windows so far did not finish
 };
 
-std::vector<NamedView> named_views(const CheckpointIndex& index, const RankPlan& plan) {
+std::vector<NamedView> named_views(const CheckpointIndex& index, const RankPlan& plan,
+                                   const std::map<std::string, DatasetSpec>& datasets) {
   std::vector<NamedView> views;
   if (plan.pieces.size() >= named_view_limit) return views;
   for (const Piece& piece : plan.pieces) {
     const TensorEntry& tensor = index.tensors[piece.tensor];
     const DType dtype = tensor.spec.dtype;
-    views.push_back({"/tensors/" + escape_name(tensor.name), data_path(dtype), dtype, piece.start / size_of(dtype),
-                     piece.box.extent});
+    const std::string source = data_path(dtype);
+    views.push_back(
+        {"/tensors/" + escape_name(tensor.name),
+         dtype,
+         piece.box.extent,
+         {{Box::whole(piece.box.extent), ".", source, datasets.at(source).shape[0], piece.start / size_of(dtype)}}});
   }
   return views;
 }
 
 }  // namespace
+
+std::string data_path(DType dtype) {
+  return fmt::format("/data/{}", to_string(dtype));
+}
+
+std::string escape_name(std::string_view name) {
+  std::string escaped;
+  for (std::size_t i = 0; i < name.size();) {
+    const std::size_t length = utf8_length(name.substr(i));
+    const auto byte = static_cast<unsigned char>(name[i]);
+    const bool is_plain =
+        length > 0 && byte >= 0x20 && byte != 0x7f && byte != '/' && byte != '%' && !(i == 0 && byte == '.');
+    if (is_plain)
+      escaped += name.substr(i, length);
+    else
+      escaped += fmt::format("%{:02X}", byte);
+    i += is_plain ? length : 1;
+  }
+  return escaped;
+}
 
 RankCounts count_rank(const CheckpointIndex& index, const RankPlan& plan, const RankLocalValues& values) {
   RankCounts counts;
@@ -432,7 +437,7 @@ ShardWriter::ShardWriter(const std::filesystem::path& directory, const Checkpoin
     firsts_[blocks_path(dtype)] = segments_[dtype].start / index.sizes.block_bytes;
     columns_[blocks_path(dtype)] = Column(std::span<const std::uint64_t>());
   }
-  skeleton_ = build_skeleton(datasets, ranks == 1 ? named_views(index, plan) : std::vector<NamedView>(),
+  skeleton_ = build_skeleton(datasets, ranks == 1 ? named_views(index, plan, datasets) : std::vector<NamedView>(),
                              {{{"format_version", static_cast<std::int64_t>(format_version)},
                                {"step", index.step},
                                {"world_size", index.world_size},

@@ -11,6 +11,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,12 @@ struct MpioOptions;
 }  // namespace fsdp2
 
 namespace fsdp2::checkpoint {
+
+/// The arena of a dtype: "/data/f32".
+std::string data_path(DType dtype);
+
+/// A tensor's name as one HDF5 link name: FORMAT.md §9.
+std::string escape_name(std::string_view name);
 
 /// Bytes of a piece that a writer asks for: from byte `begin` of the piece on, into `target`.
 struct PieceRequest {

@@ -49,6 +49,7 @@ void check_file(const std::filesystem::path& directory, std::size_t number, cons
   const CheckpointIndex& index = report.index;
   const std::vector<std::int64_t>& ranks = index.files[number].ranks;
   std::vector<RankPlan> plans;
+  plans.reserve(ranks.size());
   for (const std::int64_t rank : ranks) plans.push_back(plan_rank(index, rank));
   std::vector<const RankPlan*> pointers;
   for (const RankPlan& plan : plans) {

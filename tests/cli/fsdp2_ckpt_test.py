@@ -24,7 +24,7 @@ import read_checkpoint as reader
 import write_checkpoint as writer
 
 TOOL = sys.argv.pop(1)
-COMMANDS = ("inspect", "verify", "reshard", "diff", "list", "prune", "export", "import")
+COMMANDS = ("inspect", "verify", "reshard", "diff", "list", "prune", "export", "import", "view")
 
 
 class ToolTest(unittest.TestCase):

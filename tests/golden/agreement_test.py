@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The fsdp2 authors
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reads what the library writes today with read_checkpoint.py and h5py. Usage: agreement_test.py <make_golden>"""
+"""Reads golden checkpoints, and those of the library of today, with read_checkpoint.py and h5py.
+
+Usage: agreement_test.py <make_golden>
+"""
 
 import subprocess
 import sys
@@ -25,20 +28,43 @@ class Agreement(unittest.TestCase):
     def setUpClass(cls):
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
-        cls.path = Path(folder.name) / "written"
-        subprocess.run([MAKE_GOLDEN, cls.path], check=True, timeout=60)
-        cls.written = reader.Checkpoint(cls.path)
-        cls.golden = reader.Checkpoint(CHECKPOINTS / "golden" / "dp3-uneven")
+        folder = Path(folder.name) / "written"
+        subprocess.run([MAKE_GOLDEN, folder], check=True, timeout=60)
+        names = sorted(path.name for path in folder.iterdir())
+        cls.pairs = {name: (reader.Checkpoint(folder / name), reader.Checkpoint(CHECKPOINTS / "golden" / name))
+                     for name in names}
+        cls.path = folder / "dp3-uneven"
+        cls.written = cls.pairs["dp3-uneven"][0]
 
     def test_every_byte_is_valid(self):
-        self.written.verify()
+        self.assertGreaterEqual(len(self.pairs), 4)
+        for pair in self.pairs.values():
+            for checkpoint in pair:
+                checkpoint.verify()
 
-    def test_tensors_are_those_of_the_golden_file(self):
-        self.assertEqual(list(self.written.tensors), list(self.golden.tensors))
-        for name, tensor in self.golden.tensors.items():
-            self.assertEqual(self.written.tensors[name].digest, tensor.digest, name)
-            self.assertEqual(self.written.tensors[name].placements, tensor.placements)
-            self.assertEqual(self.written.read(name).tobytes(), self.golden.read(name).tobytes(), name)
+    def test_checkpoints_are_the_golden_ones(self):
+        for path, (written, golden) in self.pairs.items():
+            with self.subTest(path):
+                self.assertEqual(list(written.tensors), list(golden.tensors))
+                for what in ("step", "save_id", "world_size", "metadata", "file_ranks"):
+                    self.assertEqual(getattr(written, what), getattr(golden, what), what)
+                for name, tensor in golden.tensors.items():
+                    self.assertEqual(written.tensors[name].digest, tensor.digest, name)
+                    self.assertEqual(written.tensors[name].placements, tensor.placements)
+                    self.assertEqual(written.read(name).tobytes(), golden.read(name).tobytes(), name)
+                for rank in range(golden.world_size):
+                    self.assertEqual(written.rank_local(rank), golden.rank_local(rank))
+
+    def test_what_python_sees_in_the_golden_files(self):
+        simulation = self.pairs["simulation-6"][1]
+        self.assertEqual((simulation.step, simulation.metadata), (-7, {"time": 0.5}))
+        self.assertEqual([simulation.rank_local(rank) for rank in range(6)],
+                         [{}, {"data": b"epoch 3", "rng": b"\0one"}, {}, {}, {"rng": b""}, {}])
+        self.assertEqual(simulation.tensors["particles"].placements, "particles(p=4: Ragged(0, [0, 4, 4, 5, 9]))")
+        self.assertEqual(simulation.meshes[2].ranks, [5, 0, 3, 2])
+        parallel = self.pairs["tensor-parallel-2x2"][1]
+        self.assertEqual(parallel.file_ranks, [[0, 1], [2, 3]])
+        self.assertEqual(parallel.tensors["row.weight"].placements, "mesh(dp=2: Shard(0), tp=2: Shard(1)) split tp, dp")
 
     def test_nan_payloads_survive(self):
         for dtype, kind, quiet in (("f64", "<u8", 51), ("f32", "<u4", 22), ("f16", "<u2", 9), ("bf16", "<u2", 6)):

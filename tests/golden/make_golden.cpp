@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The fsdp2 authors
 // SPDX-License-Identifier: BSD-3-Clause
-// Writes checkpoints/golden/dp3-uneven as this version of the library writes it: make_golden OUT, where OUT must not
-// exist. Golden files are committed once per released format version, and never written anew.
+// Writes the checkpoints of checkpoints/golden as this version of the library writes them: make_golden OUT, where OUT
+// must not exist. Golden files are committed once per released format version, and never written anew.
 
 #include <cstdio>
 #include <filesystem>
@@ -19,7 +19,11 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "make_golden: %s exists\n", argv[1]);
       return 2;
     }
-    fsdp2::testing::write_local_checkpoint(argv[1], fsdp2::testing::golden_index());
+    for (const auto& [name, index, ranks_per_file, rank_local] : fsdp2::testing::golden_checkpoints()) {
+      const std::filesystem::path directory = std::filesystem::path(argv[1]) / name;
+      std::filesystem::create_directory(directory);
+      fsdp2::testing::write_local_checkpoint(directory, index, ranks_per_file, rank_local);
+    }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "make_golden: %s\n", error.what());
     return 3;

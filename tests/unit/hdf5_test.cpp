@@ -55,11 +55,16 @@ std::map<std::string, DatasetSpec> some_datasets() {
 
 const RootAttributes some_attributes = {{{"step", -3}, {"world_size", 4}}, {{"library", "text"}, {"nothing", ""}}};
 
+NamedView some_view(const std::string& path, const std::string& source, DType type, std::int64_t start,
+                    const Shape& shape) {
+  return {path, type, shape, {{Box::whole(shape), ".", source, some_datasets().at(source).shape[0], start}}};
+}
+
 Skeleton some_skeleton() {
   return build_skeleton(some_datasets(),
-                        {{"/tensors/w", "/data/bf16", DType::bf16, 64, {5, 3}},
-                         {"/tensors/scalar", "/data/f64", DType::f64, 8, {}},
-                         {"/tensors/\xc3\xa4%2F", "/data/u8", DType::u8, 0, {7}}},
+                        {some_view("/tensors/w", "/data/bf16", DType::bf16, 64, {5, 3}),
+                         some_view("/tensors/scalar", "/data/f64", DType::f64, 8, {}),
+                         some_view("/tensors/\xc3\xa4%2F", "/data/u8", DType::u8, 0, {7})},
                         some_attributes);
 }
 

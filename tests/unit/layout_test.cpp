@@ -429,6 +429,8 @@ TEST(CheckpointIndex, IsRefusedWhereItIsNotWellFormed) {
   refuses([](CheckpointIndex& index) { index.sizes.block_bytes = 5000; }, "powers of two");
   refuses([](CheckpointIndex& index) { index.sizes.segment_align = 4096; }, "segment_align 4096");
   refuses([](CheckpointIndex& index) { index.sizes.segment_align = 3 << 20; }, "powers of two");
+  refuses([](CheckpointIndex& index) { index.sizes.segment_align = std::int64_t{1} << 31; },
+          "segment_align <= 1073741824");
   refuses([](CheckpointIndex& index) { index.sizes.split_bytes = -1; }, "split_bytes -1");
   refuses([](CheckpointIndex& index) { index.world_size = 0; }, "world size 0");
   refuses([](CheckpointIndex& index) { index.world_size = 3; }, "rank 3");

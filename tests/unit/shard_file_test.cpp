@@ -284,21 +284,6 @@ TEST_F(ShardFile, SegmentsWithoutRoomForTheirPiecesAreRefused) {
   EXPECT_THROW(reader.read({&request, 1}), CorruptError);
 }
 
-/// A block size that fits no segment, where there is no segment.
-TEST(ShardFileSizes, BlocksWithoutDataAreNotAllocated) {
-  const ScratchFolder scratch;
-  CheckpointIndex index = two_ranks();
-  index.sizes.block_bytes = index.sizes.segment_align = std::int64_t{1} << 62;
-  for (TensorEntry& tensor : index.tensors) tensor.spec.shape = Shape(tensor.spec.shape.size(), 0);
-  write_local_checkpoint(scratch.path(), index);
-  EXPECT_TRUE(verify(scratch.path()).is_valid());
-  CheckpointReader reader(scratch.path());
-  const BoxRequest request{0, Box::whole({0, 0}), nullptr};
-  EXPECT_NO_THROW(reader.read({&request, 1}));
-  EXPECT_NO_THROW(
-      reshard(scratch.path(), scratch / "resharded", {.world_size = 3, .memory_bytes = 1 << 20, .progress = {}}));
-}
-
 /// Any number anywhere, under digests that match: nothing but the errors of a bad checkpoint, and never other values.
 TEST_F(ShardFile, NoNumberMakesAReaderFail) {
   const Columns index_columns = encode_index(index);

@@ -33,6 +33,7 @@ void add_list(CLI::App& app);
 void add_prune(CLI::App& app);
 void add_export(CLI::App& app);
 void add_import(CLI::App& app);
+void add_view(CLI::App& app);
 
 /// Reads an index, or ends the subcommand: an unreadable input is no failure of the work.
 CheckpointIndex open_checkpoint(const std::string& path);

@@ -30,6 +30,7 @@ int run(int argc, char** argv) {
   add_prune(app);
   add_export(app);
   add_import(app);
+  add_view(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -56,8 +56,8 @@ struct PerDType : std::array<T, std::size(all_dtypes)> {
   const T& operator[](DType dtype) const { return (*this)[static_cast<std::size_t>(dtype) - 1]; }
 };
 
-/// Sizes of the format's units, recorded in every checkpoint: powers of two, block_bytes ≥ 4096, segment_align a
-/// multiple of block_bytes.
+/// Sizes of the format's units, recorded in every checkpoint: powers of two, 4096 ≤ block_bytes ≤ segment_align ≤ 1
+/// GiB.
 struct FormatSizes {
   std::int64_t block_bytes = std::int64_t{1} << 20;
   std::int64_t segment_align = std::int64_t{1} << 20;
