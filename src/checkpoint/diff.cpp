@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "checkpoint/reader.hpp"
+#include "checkpoint/selection.hpp"
 #include "fsdp2/error.hpp"
 #include "fsdp2/low_precision.hpp"
 
@@ -143,13 +143,16 @@ TensorDifference compare_values(CheckpointReader& a, std::size_t in_a, Checkpoin
   const std::int64_t window = std::min(std::max(options.memory_bytes / 2 - block_bytes, block_bytes) / width, elements);
   std::vector<std::byte> of_a(static_cast<std::size_t>(window * width));
   std::vector<std::byte> of_b(of_a.size());
+  const Box whole = Box::whole(tensor.spec.shape);
   TensorDifference result;
   result.name = tensor.name;
   Comparison comparison{options, result};
   for (std::int64_t begin = 0; begin < elements; begin += window) {
     const std::int64_t count = std::min(window, elements - begin);
-    a.read_elements(in_a, begin, count, of_a.data());
-    b.read_elements(in_b, begin, count, of_b.data());
+    const ElementRequest from_a{in_a, whole, begin, count, tensor.spec.dtype, of_a.data()};
+    const ElementRequest from_b{in_b, whole, begin, count, tensor.spec.dtype, of_b.data()};
+    read_elements(a, {&from_a, 1});
+    read_elements(b, {&from_b, 1});
     comparison.add(tensor.spec.dtype, begin, of_a.data(), of_b.data(), count);
   }
   if (comparison.first >= 0) result.first = index_of(tensor.spec.shape, comparison.first);

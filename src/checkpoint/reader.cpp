@@ -237,15 +237,6 @@ void CheckpointReader::read(std::span<const BoxRequest> requests) {
   }
 }
 
-void CheckpointReader::read_elements(std::size_t tensor, std::int64_t begin, std::int64_t count, std::byte* target) {
-  const TensorSpec& spec = index_.tensors[tensor].spec;
-  std::vector<BoxRequest> requests;
-  for_each_box(spec.shape, begin, begin + count, [&](Box box, std::int64_t first) {
-    requests.push_back({tensor, std::move(box), target + (first - begin) * size_of(spec.dtype)});
-  });
-  read(requests);
-}
-
 void CheckpointReader::read_arena(std::size_t file, DType dtype, std::span<Source> sources) {
   const std::int64_t block_bytes = index_.sizes.block_bytes;
   Block block(shard(file), dtype, block_bytes);

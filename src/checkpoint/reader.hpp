@@ -47,9 +47,6 @@ class CheckpointReader {
   /// CorruptError, with targets undefined.
   void read(std::span<const BoxRequest> requests);
 
-  /// Elements [begin, begin + count) of a tensor in row-major order; as read.
-  void read_elements(std::size_t tensor, std::int64_t begin, std::int64_t count, std::byte* target);
-
   /// Tensor bytes read from files so far.
   std::int64_t bytes_read() const { return bytes_read_; }
 

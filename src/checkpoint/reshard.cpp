@@ -8,10 +8,10 @@
 #include <limits>
 #include <type_traits>
 
-#include "castable.hpp"
 #include "checkpoint/index_file.hpp"
 #include "checkpoint/publication.hpp"
 #include "checkpoint/reader.hpp"
+#include "checkpoint/selection.hpp"
 #include "checkpoint/write_files.hpp"
 #include "fsdp2/error.hpp"
 #include "fsdp2/version.hpp"
@@ -114,72 +114,30 @@ Target describe_target(const CheckpointIndex& source, const ReshardOptions& opti
   index.world_size = target_world_size(source, options);
   index.files.clear();
   index.segments.clear();
-  index.tensors.clear();
   for (MeshEntry& mesh : index.meshes) {
     auto given = options.meshes.find(mesh.name);
     if (given == options.meshes.end()) given = options.meshes.find("");
     mesh = given == options.meshes.end() ? rescale(mesh, index.world_size) : replace_axes(mesh, given->second);
   }
-  for (std::size_t t = 0; t < source.tensors.size(); ++t) {
-    TensorEntry tensor = source.tensors[t];
-    if (options.select && !options.select(tensor)) continue;
+  Selection selection = select_tensors(source, options.select, options.dtype);
+  for (TensorEntry& tensor : selection.tensors)
     move_tensor(tensor, source.meshes[tensor.mesh], index.meshes[tensor.mesh]);
-    const DType dtype = options.dtype ? options.dtype(tensor) : tensor.spec.dtype;
-    if (dtype != tensor.spec.dtype && (!is_castable(dtype) || !is_castable(tensor.spec.dtype)))
-      throw ConfigError(fmt::format("tensor \"{}\" is {} and cannot be cast to {}: only f64, f32, f16 and bf16 can",
-                                    tensor.name, to_string(tensor.spec.dtype), to_string(dtype)));
-    tensor.spec.dtype = dtype;
-    tensor.digest = 0;
-    index.tensors.push_back(std::move(tensor));
-    target.sources.push_back(t);
-  }
-  if (index.tensors.empty() && !source.tensors.empty()) throw ConfigError("no tensor is left to copy");
+  index.tensors = std::move(selection.tensors);
+  target.sources = std::move(selection.sources);
   validate(index);
   return target;
 }
 
-void cast_elements(DType to, std::byte* target, DType from, const std::byte* source, std::int64_t count) {
-  for_castable(from, [&]<class From>(std::type_identity<From>) {
-    for_castable(to, [&]<class To>(std::type_identity<To>) {
-      const auto* const values = reinterpret_cast<const From*>(source);
-      auto* const results = reinterpret_cast<To*>(target);
-      for (std::int64_t i = 0; i < count; ++i) results[i] = static_cast<To>(static_cast<Compute<To, From>>(values[i]));
-    });
-  });
-}
-
-/// Turns ranges of target pieces into boxes, reads them, and casts.
+/// Turns ranges of target pieces into elements of the source, and reads them.
 void fetch(CheckpointReader& reader, const Target& target, std::span<const PieceRequest> requests) {
-  struct Waiting {
-    const PieceRequest* request;
-    DType to;
-    DType from;
-    std::int64_t count;
-    std::vector<std::byte> bytes;
-  };
-  std::vector<Waiting> casts;
-  std::vector<BoxRequest> boxes;
+  std::vector<ElementRequest> elements;
   for (const PieceRequest& request : requests) {
     const Piece& piece = *request.piece;
-    const std::size_t source = target.sources[piece.tensor];
     const DType to = target.index.tensors[piece.tensor].spec.dtype;
-    const DType from = reader.index().tensors[source].spec.dtype;
-    const std::int64_t begin = request.begin / size_of(to);
-    const std::int64_t count = static_cast<std::int64_t>(request.target.size()) / size_of(to);
-    std::byte* bytes = request.target.data();
-    if (to != from) {
-      casts.push_back(
-          {&request, to, from, count, std::vector<std::byte>(static_cast<std::size_t>(count * size_of(from)))});
-      bytes = casts.back().bytes.data();
-    }
-    for_each_box(piece.box.extent, begin, begin + count, [&](Box box, std::int64_t first) {
-      for (std::size_t d = 0; d < box.offset.size(); ++d) box.offset[d] += piece.box.offset[d];
-      boxes.push_back({source, std::move(box), bytes + (first - begin) * size_of(from)});
-    });
+    elements.push_back({target.sources[piece.tensor], piece.box, request.begin / size_of(to),
+                        static_cast<std::int64_t>(request.target.size()) / size_of(to), to, request.target.data()});
   }
-  reader.read(boxes);
-  for (const Waiting& cast : casts)
-    cast_elements(cast.to, cast.request->target.data(), cast.from, cast.bytes.data(), cast.count);
+  read_elements(reader, elements);
 }
 
 /// Buffers for tensor data: a window of what is written, what is cast into it, and the reader's block.

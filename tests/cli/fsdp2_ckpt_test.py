@@ -942,13 +942,119 @@ class Safetensors(ToolTest):
         self.expect(2, "import", self.folder / "in", self.folder / "out", "--world-size=2", err=["too few"])
         self.assertEqual(self.names(), ["in"])
 
+    def test_shards(self):
+        """Names and index as Hugging Face's: tensors of wide elements first, none of them cut."""
+        some = self.folder / "some"
+        self.expect(0, "reshard", self.samples / "dp3", some, "--world-size=3", "--exclude=*complex128*", out=["equal"])
+        tensors = reader.Checkpoint(some).tensors
+        out = self.folder / "out"
+        document = self.document("export", some, out, "--max-shard-size=1KiB")
+        names = sorted(path.name for path in out.iterdir())
+        count = len(names) - 1
+        self.assertGreater(count, 3)
+        self.assertEqual(names, [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] +
+                         ["model.safetensors.index.json"])
+        self.assertEqual((document["files"], document["tensors"]), (count, len(tensors)))
+        self.assertEqual(document["file_bytes"], sum((out / name).stat().st_size for name in names[:-1]))
+        index = json.loads((out / names[-1]).read_text())
+        sizes = {t.name: t.itemsize * math.prod(t.shape) for t in tensors.values()}
+        self.assertEqual(index["metadata"], {"total_size": sum(sizes.values())})
+        self.assertEqual(sorted(index["weight_map"]), sorted(tensors))
+        for name in names[:-1]:
+            header, data = read_safetensors(out / name)
+            self.assertEqual(sorted(data), sorted(t for t, file in index["weight_map"].items() if file == name))
+            self.assertEqual(header["__metadata__"]["fsdp2.step"], "100")
+            self.assertTrue(len(data) == 1 or sum(map(len, data.values())) <= 1024)
+            for tensor, found in data.items():
+                self.assertEqual(found, reader.Checkpoint(some).read(tensor).tobytes(), tensor)
+        for source in (out, out / names[-1]):
+            self.expect(0, "import", source, self.folder / "back", "--world-size=2", out=[f"{len(tensors)} tensors"])
+            self.expect(0, "diff", some, self.folder / "back", out=["are equal"])
+            self.assertEqual(reader.Checkpoint(self.folder / "back").metadata, {"lr": 0.5, "text": "\u00e4"})
+            shutil.rmtree(self.folder / "back")
+        self.expect(0, "export", some, self.folder / "whole", "--max-shard-size=1GiB", out=["equal"])
+        self.assertEqual([path.name for path in (self.folder / "whole").iterdir()], ["model.safetensors"])
+        self.expect(2, "export", some, self.folder / "x", "--max-shard-size=0", err=["--max-shard-size"])
+        self.assertEqual(self.names(), ["out", "some", "whole"])
+
+    def test_shards_that_do_not_fit_together(self):
+        entry = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+        files = self.folder / "in"
+        files.mkdir()
+        (self.folder / "outside").mkdir()
+        for path, name in ((files / "a", "wa"), (files / "b", "wb"), (self.folder / "outside" / "c", "wc")):
+            write_safetensors(path, {name: entry}, b"xy")
+        index = files / "model.safetensors.index.json"
+        good = {"wa": "a", "wb": "b"}
+        for weight_map, part in (
+                ({**good, "wc": "../outside/c"}, 'tensor "wc"'), ({**good, "wc": str(self.folder / "outside" / "c")}, 'tensor "wc"'),
+                ({**good, "wc": ".."}, 'tensor "wc"'), ({**good, "wc": ""}, 'tensor "wc"'), ({**good, "wc": 1}, 'tensor "wc"'),
+                ({**good, "wc": "b\0"}, 'tensor "wc"'), ({**good, "wc": "b"}, 'tensor "wc" is not in b'),
+                ({"wa": "b", "wb": "a"}, 'tensor "wa" is not in b'), ({**good, "wc": "c"}, 'tensor "wc" is in c, which is not there'),
+                ({"wa": "a", "x": "b"}, 'tensor "x" is not in b'), (["wa"], "no object weight_map")):
+            index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+            self.expect(2, "import", files, self.folder / "out", "--world-size=1", err=[part])
+        for text, part in (("{", "is no JSON"), ("{}", "weight_map"), ("[]", "weight_map"), ("", "is no JSON"),
+                           ('{"weight_map": {"wa": "a", "wa": "a"}}', '"wa" twice'), ("[" * 100000, "nested")):
+            index.write_text(text)
+            self.expect(2, "import", index, self.folder / "out", "--world-size=1", err=["index.json", part])
+        index.write_text(json.dumps({"weight_map": {"wa": "a"}}))
+        write_safetensors(files / "a", {"wa": entry, "more": {**entry, "data_offsets": [2, 4]}}, b"xyzw")
+        self.expect(2, "import", files, self.folder / "out", "--world-size=1", err=['tensor "more"', "is missing"])
+        write_safetensors(files / "b", {"wa": entry}, b"xy")
+        index.write_text(json.dumps({"weight_map": {"wa": "a", "more": "b"}}))
+        self.expect(2, "import", files, self.folder / "out", "--world-size=1", err=['tensor "wa"', "too"])
+        shutil.copy(index, files / "other.safetensors.index.json")
+        self.expect(2, "import", files, self.folder / "out", "--world-size=1", err=["has 2 files"])
+        self.assertEqual(self.names(), ["in", "outside"])
+
+    def test_import_to_meshes(self):
+        rows, columns = np.arange(42, dtype=np.float32).reshape(6, 7), np.arange(40, dtype=np.float64).reshape(5, 8)
+        source = write_values(self.folder / "a", {"columns": columns, "rows": rows, "scalar": np.array(3.0)}, world_size=1)
+        self.expect(0, "export", source, self.folder / "f", out=["equal"])
+        self.expect(0, "import", self.folder / "f", self.folder / "c", "--mesh=net:replicate=2,dp=3,tp=2", "--shard-dim=c*=1",
+                    "--ranks-per-file=4", out=["12 ranks"])
+        self.expect(0, "diff", source, self.folder / "c", out=["are equal"])
+        checkpoint = reader.Checkpoint(self.folder / "c")
+        checkpoint.verify()
+        [mesh] = checkpoint.meshes
+        self.assertEqual((mesh.name, mesh.axes, mesh.sizes, mesh.roles), ("net", ["replicate", "dp", "tp"], [2, 3, 2], [2, 1, 0]))
+        self.assertEqual({t.name: t.placements for t in checkpoint.tensors.values()},
+                         {name: f"net(replicate=2: Replicate, dp=3: {placement}, tp=2: Replicate)" for name, placement in
+                          (("columns", "Shard(1)"), ("rows", "Shard(0)"), ("scalar", "Replicate"))})
+        self.expect(0, "import", self.folder / "f", self.folder / "d", "--mesh=x=3", "--world-size=3", out=["3 ranks"])
+        self.assertEqual(reader.Checkpoint(self.folder / "d").tensors["rows"].placements, "mesh(x=3: Shard(0))")
+        for arguments, part in ((["--mesh=x=3", "--world-size=2"], "world size is 2"), (["--mesh=x=0"], "x"), (["--mesh=x"], "--mesh"),
+                                (["--world-size=2", "--shard-dim=rows=2"], "rows"), (["--world-size=2", "--shard-dim=1"], "GLOB=value"),
+                                (["--world-size=2", "--shard-dim=a=b"], "no number"), ([], "--world-size or --mesh")):
+            self.expect(2, "import", self.folder / "f", self.folder / "e", *arguments, err=[part])
+        self.assertEqual(self.names(), ["a", "c", "d", "f"])
+
+    def test_export_of_some_and_as_other_dtypes(self):
+        values = {"a.w": np.array([[1.5, -2.25], [3e38, 0]], np.float32), "b.w": np.array([1.0, 2.0]), "c": np.arange(3)}
+        source = write_values(self.folder / "a", values)
+        self.expect(0, "export", source, self.folder / "f", "--include=*.w", "--cast=a.*=bf16", "--cast=b.*=f32", "--memory=1",
+                    out=["2 tensors", "2 cast, all other content digests equal"])
+        header, data = read_safetensors(self.folder / "f")
+        self.assertEqual({name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"},
+                         {"a.w": "BF16", "b.w": "F32"})
+        self.assertEqual(reader.to_float32(np.frombuffer(data["a.w"], np.uint16), "bf16").tolist(),
+                         [1.5, -2.25, float.fromhex("0x1.c4p127"), 0])
+        self.assertEqual(np.frombuffer(data["b.w"], np.float32).tolist(), [1, 2])
+        self.expect(0, "export", source, self.folder / "g", "--exclude=*.w", out=["1 tensors"])
+        self.assertEqual(read_safetensors(self.folder / "g")[1], {"c": np.arange(3).tobytes()})
+        self.expect(2, "export", source, self.folder / "h", "--include=x*", err=["x*"])
+        self.expect(2, "export", source, self.folder / "h", "--exclude=*", err=["no tensor is left"])
+        self.expect(2, "export", source, self.folder / "h", "--cast=c=f32", err=['"c"', "cannot be cast"])
+        self.assertEqual(self.names(), ["a", "f", "g"])
+
     def test_errors(self):
         out = self.folder / "out"
         self.expect(2, "export", self.samples / "dp3", out, err=["complex128"])
         self.expect(2, "export", self.folder, out, err=["not a checkpoint"])
         self.expect(3, "export", self.samples / "empty", self.folder / "no" / "out", err=["no"])
         self.expect(2, "import", self.folder / "nowhere", out, "--world-size=1", err=["nowhere"])
-        self.expect(2, "import", self.folder, out, "--world-size=1", err=["is not a file"])
+        self.expect(2, "import", self.folder, out, "--world-size=1", err=["has 0 files"])
         self.expect(2, "import", __file__, out, err=["--world-size"])
         self.expect(2, "import", __file__, out, "--world-size=0", err=["--world-size"])
         self.assertEqual(self.names(), [])

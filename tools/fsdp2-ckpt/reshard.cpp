@@ -3,11 +3,9 @@
 #include "fsdp2/checkpoint/reshard.hpp"
 
 #include <fmt/format.h>
-#include <fnmatch.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -19,6 +17,7 @@
 
 #include "command.hpp"
 #include "fsdp2/error.hpp"
+#include "tensor_options.hpp"
 
 namespace fsdp2::tool {
 
@@ -29,67 +28,10 @@ struct Options {
   std::string target;
   ReshardOptions reshard;
   std::vector<std::string> meshes;
-  std::vector<std::string> include;
-  std::vector<std::string> exclude;
-  std::vector<std::string> casts;
+  TensorOptions tensors;
   bool quiet = false;
   bool json = false;
 };
-
-bool matches(const std::string& glob, const std::string& name) {
-  return ::fnmatch(glob.c_str(), name.c_str(), 0) == 0;
-}
-
-bool matches_any(const std::vector<std::string>& globs, const std::string& name) {
-  return std::any_of(globs.begin(), globs.end(), [&](const std::string& glob) { return matches(glob, name); });
-}
-
-/// A pattern without a tensor is a mistake that would go unseen until someone misses the tensor.
-void require_match(const CheckpointIndex& index, const char* option, const std::string& glob) {
-  if (std::none_of(index.tensors.begin(), index.tensors.end(),
-                   [&](const TensorEntry& tensor) { return matches(glob, tensor.name); }))
-    throw Exit{status_usage, fmt::format("{} {}: no tensor has such a name", option, glob)};
-}
-
-/// "name:dp=4,tp=2": a mesh name may have any characters, axis names have no ',', ':' or '='.
-std::pair<std::string, MeshSpec> parse_mesh(const std::string& text) {
-  const auto refuse = [&] {
-    throw Exit{status_usage, fmt::format("--mesh {}: expected [NAME:]axis=size,axis=size, such as dp=4,tp=2", text)};
-  };
-  const std::size_t colon = text.rfind(':');
-  const std::string name = colon == std::string::npos ? "" : text.substr(0, colon);
-  std::string rest = colon == std::string::npos ? text : text.substr(colon + 1);
-  std::vector<MeshAxis> axes;
-  for (bool is_last = false; !is_last;) {
-    const std::size_t comma = rest.find(',');
-    is_last = comma == std::string::npos;
-    const std::string axis = rest.substr(0, comma);
-    rest.erase(0, is_last ? rest.size() : comma + 1);
-    const std::size_t equals = axis.find('=');
-    if (equals == std::string::npos) refuse();
-    std::int64_t size = 0;
-    const char* const end = axis.data() + axis.size();
-    const auto [parsed, error] = std::from_chars(axis.data() + equals + 1, end, size);
-    if (error != std::errc() || parsed != end) refuse();
-    axes.push_back({axis.substr(0, equals), size});
-  }
-  try {
-    return {name, MeshSpec(std::move(axes))};
-  } catch (const Error& error) {
-    throw Exit{status_usage, fmt::format("--mesh {}: {}", text, error.what())};
-  }
-}
-
-std::pair<std::string, DType> parse_cast(const std::string& text) {
-  const std::size_t equals = text.rfind('=');
-  if (equals == std::string::npos)
-    throw Exit{status_usage, fmt::format("--cast {}: expected GLOB=dtype, such as '*.weight=bf16'", text)};
-  try {
-    return {text.substr(0, equals), parse_dtype(text.substr(equals + 1))};
-  } catch (const Error& error) {
-    throw Exit{status_usage, fmt::format("--cast {}: {}", text, error.what())};
-  }
-}
 
 /// Turns what was said on the command line into options of the library.
 void complete(Options& options, const CheckpointIndex& source) {
@@ -98,22 +40,8 @@ void complete(Options& options, const CheckpointIndex& source) {
   for (const std::string& text : options.meshes)
     if (!options.reshard.meshes.insert(parse_mesh(text)).second)
       throw Exit{status_usage, fmt::format("--mesh {}: this mesh was given before", text)};
-  for (const std::string& glob : options.include) require_match(source, "--include", glob);
-  for (const std::string& glob : options.exclude) require_match(source, "--exclude", glob);
-  options.reshard.select = [include = options.include, exclude = options.exclude](const TensorEntry& tensor) {
-    return (include.empty() || matches_any(include, tensor.name)) && !matches_any(exclude, tensor.name);
-  };
-  std::vector<std::pair<std::string, DType>> casts;
-  for (const std::string& text : options.casts) {
-    casts.push_back(parse_cast(text));
-    require_match(source, "--cast", casts.back().first);
-  }
-  options.reshard.dtype = [casts](const TensorEntry& tensor) {
-    DType dtype = tensor.spec.dtype;
-    for (const auto& [glob, to] : casts)
-      if (matches(glob, tensor.name)) dtype = to;
-    return dtype;
-  };
+  options.reshard.select = selection_of(options.tensors, source);
+  options.reshard.dtype = casts_of(options.tensors, source);
 }
 
 void check_target(const Options& options) {
@@ -271,14 +199,7 @@ void add_reshard(CLI::App& app) {
                                                  {"first", RankLocalPolicy::first},
                                                  {"each", RankLocalPolicy::each},
                                                  {"concatenate", RankLocalPolicy::concatenate}}));
-  command->add_option("--include", options->include, "GLOB: copy only tensors of such names; may be repeated")
-      ->allow_extra_args(false);
-  command->add_option("--exclude", options->exclude, "GLOB: leave out tensors of such names; may be repeated")
-      ->allow_extra_args(false);
-  command
-      ->add_option("--cast", options->casts,
-                   "GLOB=dtype: round tensors of such names to f64, f32, f16 or bf16; the last that fits counts")
-      ->allow_extra_args(false);
+  add_selection(*command, options->tensors);
   add_memory(*command, reshard.memory_bytes);
   command->add_flag("--overwrite", reshard.overwrite, "replace DST, if it is a checkpoint, when all is written");
   command->add_flag("--dry-run", reshard.dry_run, "write nothing; say what bytes, files and memory it would take");
