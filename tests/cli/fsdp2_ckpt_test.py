@@ -157,6 +157,43 @@ class Usage(ToolTest):
         self.assertEqual(self.names(), [])
 
 
+class Documents(ToolTest):
+    """The man page and the completion are files of the source, so that packages need not run what they build."""
+    needs = []
+    source = ROOT / "tools" / "fsdp2-ckpt"
+
+    def test_are_what_the_tool_says(self):
+        for option, file in (("--man", "fsdp2-ckpt.1"), ("--bash-completion", "fsdp2-ckpt.bash")):
+            self.assertEqual(self.tool(option).stdout, (self.source / file).read_text(), f"write {file} by fsdp2-ckpt {option}")
+
+    def test_page_has_every_option(self):
+        page = (self.source / "fsdp2-ckpt.1").read_text().replace("\\-", "-")
+        count = 0
+        for command in COMMANDS:
+            section = page.split(f".SS {command} ")[1].split("\n.S")[0]
+            for option in re.findall(r"--[a-z-]+", self.expect(0, command, "--help", out=["Usage"]).stdout):
+                self.assertRegex(section, rf"(?m)^\.B .*{option}\b")
+                count += 1
+        self.assertGreater(count, 40)
+        for line in page.splitlines():
+            self.assertRegex(line, r"^(\.\\\"|\.(TH|SH|SS|TP|B|br)\b|[^.'])")
+
+    def test_completion(self):
+        def complete(*words):
+            script = (f"source {self.source / 'fsdp2-ckpt.bash'}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+                      "_fsdp2_ckpt; printf '%s\\n' \"${COMPREPLY[@]}\"")
+            result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=self.folder)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            return result.stdout.split()
+
+        (self.folder / "step-1").mkdir()
+        self.assertEqual(complete("fsdp2-ckpt", "in"), ["inspect"])
+        self.assertEqual(complete("fsdp2-ckpt", "''")[:len(COMMANDS)], list(COMMANDS))
+        self.assertEqual(complete("fsdp2-ckpt", "reshard", "--mem"), ["--memory"])
+        self.assertEqual(complete("fsdp2-ckpt", "verify", "--q"), ["--quick", "--quiet"])
+        self.assertEqual(complete("fsdp2-ckpt", "verify", "st"), ["step-1"])
+
+
 class Inspect(ToolTest):
     needs = ["dp3", "mixed", "empty"]
 

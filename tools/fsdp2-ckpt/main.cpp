@@ -5,8 +5,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <string_view>
 
 #include "command.hpp"
+#include "documents.hpp"
 #include "fsdp2/version.hpp"
 
 namespace fsdp2::tool {
@@ -31,6 +33,12 @@ int run(int argc, char** argv) {
   add_export(app);
   add_import(app);
   add_view(app);
+  // Not among the options: for packagers only.
+  const std::string_view only = argc == 2 ? argv[1] : "";
+  if (only == "--man" || only == "--bash-completion") {
+    fmt::print("{}", only == "--man" ? man_page(app) : bash_completion(app));
+    return status_done;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
