@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs fsdp2-ckpt on checkpoints that it did not write. Usage: fsdp2_ckpt_test.py <fsdp2-ckpt>"""
 
+import html
+import html.parser
 import json
 import math
 import os
@@ -279,6 +281,61 @@ class Inspect(ToolTest):
     def test_unfinished_checkpoint(self):
         path = self.copy("empty").rename(self.folder / ".step-1.partial-0")
         self.expect(2, "inspect", path, err=["unfinished"])
+
+
+class Pages(ToolTest):
+    needs = ["dp3", "mixed", "grid", "empty"]
+
+    def page(self, path, *arguments):
+        file = self.folder / "page.html"
+        self.expect(0, "inspect", path, "--html", file, *arguments, out=["step"])
+        self.assertEqual(self.names(), ["page.html"])
+        text = file.read_text()
+        stack = []
+
+        class Checker(html.parser.HTMLParser):
+            def handle_starttag(self, tag, attributes):
+                if tag not in ("meta", "br", "input", "rect"):
+                    stack.append(tag)
+
+            def handle_endtag(self, tag):
+                if tag != "rect":
+                    assert stack.pop() == tag, f"</{tag}>"
+
+        Checker().feed(text)
+        self.assertEqual(stack, [])
+        self.assertNotRegex(text, r"(src|href)=|url\(|https?:")  # nothing from elsewhere
+        return text
+
+    def test_what_is_in_it(self):
+        checkpoint = reader.Checkpoint(self.samples / "mixed")
+        text = self.page(self.samples / "mixed")
+        for tensor in checkpoint.tensors.values():
+            self.assertIn(html.escape(tensor.name), text)
+            self.assertIn(f"{tensor.digest:016x}", text)
+        for part in ("<b>row</b>", "<b>list</b>", "dp = 3", checkpoint.save_id, "The largest rank has", "width=device-width"):
+            self.assertIn(part, text)
+        # One rectangle for each place of each mesh, and one for each box that differs.
+        boxes = sum(len({str(t.box(rank)) for rank in t.mesh.ranks if math.prod(t.box(rank)[1])})
+                    for t in checkpoint.tensors.values())
+        self.assertEqual(text.count("<rect"), boxes + sum(math.prod(mesh.sizes) for mesh in checkpoint.meshes))
+
+    def test_other_checkpoints(self):
+        for name in ("dp3", "grid", "empty"):
+            self.page(self.samples / name)
+            (self.folder / "page.html").unlink()
+
+    def test_names_are_text(self):
+        evil = "<script>alert('1')</script>&\""
+        path = write_values(self.samples / "evil", {evil: np.ones(3)}, metadata=json.dumps({evil: evil}), mesh=evil)
+        text = self.page(path)
+        self.assertEqual(text.count("<script"), 1)
+        self.assertIn(html.escape(evil), text)
+
+    def test_errors(self):
+        self.expect(3, "inspect", self.samples / "dp3", "--html", self.folder / "no" / "page", err=["page"])
+        self.expect(2, "inspect", self.folder, "--html", self.folder / "page", err=["not a checkpoint"])
+        self.assertEqual(self.names(), [])
 
 
 class Verify(ToolTest):

@@ -4,7 +4,7 @@
 _fsdp2_ckpt() {
   local word=${COMP_WORDS[COMP_CWORD]} words=""
   case ${COMP_WORDS[1]} in
-    inspect) words="-h --help --tensors --ranks --json" ;;
+    inspect) words="-h --help --tensors --ranks --json --html" ;;
     verify) words="-h --help --quick -q --quiet --json" ;;
     reshard) words="-h --help --world-size --mesh --ranks-per-file --rank-local --include --exclude --cast --memory --overwrite --dry-run -q --quiet --json" ;;
     diff) words="-h --help --rtol --atol --memory --json" ;;

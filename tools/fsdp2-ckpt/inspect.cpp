@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include "command.hpp"
 #include "fsdp2/checkpoint/layout.hpp"
+#include "page.hpp"
+#include "sums.hpp"
 
 namespace fsdp2::tool {
 
@@ -19,35 +20,8 @@ struct Options {
   bool tensors = false;
   bool ranks = false;
   bool json = false;
+  std::string html;
 };
-
-/// Tensor bytes that each rank wrote: what the files hold without padding.
-std::vector<std::int64_t> bytes_of_ranks(const CheckpointIndex& index) {
-  std::vector<std::int64_t> bytes;
-  for (std::int64_t rank = 0; rank < index.world_size; ++rank) {
-    const RankPlan plan = plan_rank(index, rank);
-    bytes.push_back(std::accumulate(plan.pieces.begin(), plan.pieces.end(), std::int64_t{0},
-                                    [](std::int64_t sum, const Piece& piece) { return sum + piece.bytes; }));
-  }
-  return bytes;
-}
-
-std::vector<std::size_t> files_of_ranks(const CheckpointIndex& index) {
-  std::vector<std::size_t> files(static_cast<std::size_t>(index.world_size));
-  for (std::size_t f = 0; f < index.files.size(); ++f)
-    for (const std::int64_t rank : index.files[f].ranks) files[static_cast<std::size_t>(rank)] = f;
-  return files;
-}
-
-std::int64_t tensor_bytes(const CheckpointIndex& index) {
-  return std::accumulate(index.tensors.begin(), index.tensors.end(), std::int64_t{0},
-                         [](std::int64_t sum, const TensorEntry& tensor) { return sum + tensor.bytes(); });
-}
-
-std::int64_t file_bytes(const CheckpointIndex& index) {
-  return std::accumulate(index.files.begin(), index.files.end(), std::int64_t{0},
-                         [](std::int64_t sum, const FileEntry& file) { return sum + file.size; });
-}
 
 void print_tensors(const CheckpointIndex& index) {
   struct Row {
@@ -164,8 +138,11 @@ void add_inspect(CLI::App& app) {
   command->add_flag("--tensors", options->tensors, "list the tensors: dtype, shape, placement, content digest");
   command->add_flag("--ranks", options->ranks, "list the tensor bytes of each rank, and their balance");
   command->add_flag("--json", options->json, "print one JSON document; the metadata is in it as text");
+  command->add_option("--html", options->html,
+                      "FILE: write a page with meshes, who holds which part of each tensor, bytes of ranks, digests");
   command->callback([options] {
     const CheckpointIndex index = open_checkpoint(options->path);
+    if (!options->html.empty()) write_page(options->html, html_page(index, options->path));
     if (options->json)
       print_document(*options, index);
     else
