@@ -150,7 +150,8 @@ std::string draw_mesh(const MeshSpec& mesh) {
          {side * static_cast<double>(place % columns), side * static_cast<double>(place / columns), side, side},
          color_of(rank), std::to_string(rank), fmt::format("rank {}: {}", rank, title));
   }
-  return in_svg(side * static_cast<double>(columns), side * static_cast<double>(mesh.size() / columns), content);
+  const std::int64_t rows = mesh.size() / columns;
+  return in_svg(side * static_cast<double>(columns), side * static_cast<double>(rows), content);
 }
 
 /// The two dimensions that are drawn, down and across: those that are cut, then the first ones.
@@ -193,7 +194,8 @@ std::string draw_tensor(const TensorEntry& tensor, const MeshSpec& mesh) {
   const double width = std::max(columns * scale, least);
   std::string content;
   for (auto& [box, ranks] : ranks_of) {
-    const auto& [offset, extent] = box;
+    const Shape& offset = box.first;
+    const Shape& extent = box.second;
     std::sort(ranks.begin(), ranks.end());
     std::string label;
     for (const std::int64_t rank : ranks) label += (label.empty() ? "" : ",") + std::to_string(rank);
