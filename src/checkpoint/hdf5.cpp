@@ -193,12 +193,6 @@ void check_file_size_limit(const std::map<std::string, DatasetSpec>& datasets, s
                               limit.rlim_cur));
 }
 
-PropertyId link_creation() {
-  PropertyId properties(H5Pcreate(H5P_LINK_CREATE));
-  check<IoError>(H5Pset_create_intermediate_group(properties.get(), 1), "H5Pset_create_intermediate_group", "");
-  return properties;
-}
-
 bool has_nan(DType dtype) {
   switch (dtype) {
     case DType::f64:
@@ -233,7 +227,7 @@ void write_attributes(hid_t file, const std::filesystem::path& path, const RootA
   }
 }
 
-void create_view(hid_t file, const std::filesystem::path& path, hid_t links, const NamedView& view) {
+void create_view(hid_t file, const std::filesystem::path& path, const NamedView& view) {
   const PropertyId creation(check<IoError>(H5Pcreate(H5P_DATASET_CREATE), "H5Pcreate", path));
   check<IoError>(H5Pset_obj_track_times(creation.get(), false), "H5Pset_obj_track_times", path);
   const bool is_scalar = view.shape.empty();  // HDF5 has no virtual scalars
@@ -257,9 +251,9 @@ void create_view(hid_t file, const std::filesystem::path& path, hid_t links, con
     check<IoError>(H5Pset_fill_value(creation.get(), type.get(), nan.data()), "H5Pset_fill_value", path, view.path);
   }
   check<IoError>(H5Sselect_all(space.get()), "H5Sselect_all", path, view.path);
-  const DatasetId dataset(
-      check<IoError>(H5Dcreate2(file, view.path.c_str(), type.get(), space.get(), links, creation.get(), H5P_DEFAULT),
-                     "H5Dcreate2", path, view.path));
+  const DatasetId dataset(check<IoError>(
+      H5Dcreate2(file, view.path.c_str(), type.get(), space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT),
+      "H5Dcreate2", path, view.path));
 }
 
 struct InfoTraits {
@@ -381,20 +375,23 @@ Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, cons
   check<IoError>(H5Pset_layout(creation.get(), H5D_CONTIGUOUS), "H5Pset_layout", path);
   check<IoError>(H5Pset_alloc_time(creation.get(), H5D_ALLOC_TIME_EARLY), "H5Pset_alloc_time", path);
   check<IoError>(H5Pset_fill_time(creation.get(), H5D_FILL_TIME_NEVER), "H5Pset_fill_time", path);
-  const PropertyId links = link_creation();
 
   Skeleton skeleton;
   {
     FileId file(
         check<IoError>(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, file_creation.get(), access.get()), "H5Fcreate", path));
     write_attributes(file.get(), path, attributes);
-    for (const auto& [name, spec] : datasets) {
+    const auto make_group_of = [&](const std::string& name) {
       const std::string group = name.substr(0, name.rfind('/'));
-      if (!group.empty() &&
-          check<IoError>(H5Lexists(file.get(), group.c_str(), H5P_DEFAULT), "H5Lexists", path, group) == 0)
-        const GroupId made(
-            check<IoError>(H5Gcreate2(file.get(), group.c_str(), H5P_DEFAULT, group_creation.get(), H5P_DEFAULT),
-                           "H5Gcreate2", path, group));
+      if (group.empty() ||
+          check<IoError>(H5Lexists(file.get(), group.c_str(), H5P_DEFAULT), "H5Lexists", path, group) != 0)
+        return;
+      const GroupId made(
+          check<IoError>(H5Gcreate2(file.get(), group.c_str(), H5P_DEFAULT, group_creation.get(), H5P_DEFAULT),
+                         "H5Gcreate2", path, group));
+    };
+    for (const auto& [name, spec] : datasets) {
+      make_group_of(name);
       const TypeId type = stored_type(spec.type);
       const SpaceId space = simple_space(spec.shape);
       const DatasetId dataset(check<IoError>(
@@ -409,7 +406,10 @@ Skeleton build_skeleton(const std::map<std::string, DatasetSpec>& datasets, cons
       }
       skeleton.places.emplace(name, std::move(place));
     }
-    for (const NamedView& view : views) create_view(file.get(), path, links.get(), view);
+    for (const NamedView& view : views) {
+      make_group_of(view.path);
+      create_view(file.get(), path, view);
+    }
     check<IoError>(H5Fclose(file.detach()), "H5Fclose", path);
   }
 

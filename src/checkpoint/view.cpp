@@ -20,12 +20,21 @@ namespace checkpoint {
 
 namespace {
 
+constexpr const char* partial_prefix = ".view.h5.partial-";
+
 /// A file with what HDF5 makes of views alone: it has no data.
 void write_structure(const std::filesystem::path& path, const Skeleton& skeleton) {
   File file = File::create(path);
   for (const auto& [offset, bytes] : skeleton.metadata) file.write(bytes, offset);
   file.sync();
   file.close();
+}
+
+/// Removes what killed processes have left of views. Best effort.
+void remove_partials(const std::filesystem::path& directory) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, ignored))
+    if (entry.path().filename().string().starts_with(partial_prefix)) std::filesystem::remove(entry.path(), ignored);
 }
 
 /// Elements of the arena of each dtype in a file.
@@ -54,11 +63,8 @@ ViewReport write_view(const std::filesystem::path& directory) {
     const PerDType<std::int64_t> elements = arena_elements(index, index.files[f]);
     for (const std::int64_t rank : index.files[f].ranks)
       for (const Piece& piece : plan_rank(index, rank).pieces) {
-        if (++report.mappings > max_view_mappings)
-          throw ConfigError(
-              fmt::format("checkpoint {} has more than {} pieces: too many for a view, which HDF5 could hardly open; "
-                          "use read_checkpoint.py, or reshard it to fewer ranks first",
-                          directory.string(), max_view_mappings));
+        ++report.mappings;
+        if (report.mappings > max_view_mappings) continue;  // only counted
         NamedView& view = views[piece.tensor];
         const DType dtype = view.type;
         const Segment& segment = index.segments[static_cast<std::size_t>(rank)][dtype];
@@ -66,6 +72,11 @@ ViewReport write_view(const std::filesystem::path& directory) {
             {piece.box, name, data_path(dtype), elements[dtype], (segment.start + piece.start) / size_of(dtype)});
       }
   }
+  if (report.mappings > max_view_mappings)
+    throw ConfigError(
+        fmt::format("checkpoint {} has {} pieces, and a view maps at most {}, which HDF5 can still open: use "
+                    "read_checkpoint.py, or reshard it to fewer ranks first",
+                    directory.string(), report.mappings, max_view_mappings));
   report.tensors = static_cast<std::int64_t>(views.size());
   const Skeleton skeleton = build_skeleton(
       {}, views,
@@ -76,7 +87,8 @@ ViewReport write_view(const std::filesystem::path& directory) {
          "index.h5 and the shard files, see FORMAT.md."},
         {"save_id", index.save_id}}});
   const std::filesystem::path target = directory / "view.h5";
-  const std::filesystem::path partial = directory / fmt::format(".view.h5.partial-{}", random_save_id());
+  remove_partials(directory);
+  const std::filesystem::path partial = directory / fmt::format("{}{}", partial_prefix, random_save_id());
   try {
     write_structure(partial, skeleton);
     std::filesystem::rename(partial, target);

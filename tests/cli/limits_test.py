@@ -103,6 +103,13 @@ class Limits(unittest.TestCase):
         self.tool("export", self.folder / "b", self.folder / "out", rss=limit)
         self.assert_same_data("in", "out", size)
 
+    def test_more_pieces_than_a_view_has(self):
+        count = 1000001
+        write_safetensors(self.folder / "in", {f"{i:07}": [1] for i in range(count)}, "U8")
+        self.tool("import", self.folder / "in", self.folder / "a", "--world-size=1")
+        self.assertIn(f"has {count} pieces, and a view maps at most 1000000", self.tool("view", self.folder / "a", status=2))
+        self.assertEqual(sorted(os.listdir(self.folder / "a")), ["index.h5", "shard-00000-of-00001.h5"])
+
     def test_many_files(self):
         """More than can be open at a time; their order is that of numbers, not of text."""
         size = write_safetensors(self.folder / "in", {"columns": [7, 650], "rows": [1200, 2], "scalar": []}, "F32")

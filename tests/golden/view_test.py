@@ -118,6 +118,13 @@ class View(unittest.TestCase):
         self.assertEqual((path / "view.h5").read_bytes(), before)
         self.assertEqual(sorted(path.iterdir()), files)
 
+    def test_what_a_killed_one_leaves(self):
+        path = self.copy("hybrid-2x2")
+        (path / ".view.h5.partial-0123").write_bytes(b"half")
+        reader.Checkpoint(path).verify()
+        self.view(path)
+        self.assertEqual([name for name in path.iterdir() if name.name.startswith(".")], [])
+
     def test_no_checkpoint(self):
         self.assertIn("index.h5", self.view(self.folder, status=2).stderr)
         self.assertEqual(list(self.folder.iterdir()), [])

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "command.hpp"
+#include "fsdp2/error.hpp"
 
 namespace fsdp2::tool {
 
@@ -21,7 +22,12 @@ struct Options {
 
 void run(const Options& options) {
   (void)open_checkpoint(options.path);
-  const ViewReport report = write_view(options.path);
+  ViewReport report;
+  try {
+    report = write_view(options.path);
+  } catch (const ConfigError& error) {
+    throw Exit{status_usage, error.what()};
+  }
   const std::string view = options.path + "/view.h5";
   if (options.json)
     print_json(
