@@ -6,7 +6,8 @@
 
 #include <algorithm>
 #include <limits>
-#include <type_traits>
+#include <optional>
+#include <utility>
 
 #include "checkpoint/index_file.hpp"
 #include "checkpoint/publication.hpp"
@@ -176,53 +177,82 @@ void check_digests(const CheckpointReader& reader, const Target& target) {
   }
 }
 
+ReshardReport reshard_together(const HostCommunicator& host, const std::filesystem::path& source,
+                               const std::filesystem::path& path, const ReshardOptions& options) {
+  std::optional<CheckpointReader> reader;
+  Target target;
+  Buffers buffers;
+  bool has_local = false;
+  host.collectively([&] {
+    reader.emplace(source);
+    target = describe_target(reader->index(), options);
+    buffers = plan_buffers(reader->index(), target, options.memory_bytes);
+    has_local = reader->index().world_size == target.index.world_size || options.rank_local != RankLocalPolicy::error;
+    if (!has_local && host.rank() == 0)
+      (void)reader->rank_local(0, target.index.world_size, options.rank_local);  // throws, if there are any
+  });
+  CheckpointIndex& index = target.index;
+  host.broadcast(index.save_id, 0);
+  const Publication publication(path, index.save_id);
+  std::int64_t done = 0;
+  std::int64_t total = 0;
+  for (const TensorEntry& tensor : index.tensors) total += tensor.bytes();
+  const auto write = [&](const PieceSource& pieces) {
+    const auto values = [&](std::int64_t rank) {
+      return has_local ? reader->rank_local(rank, index.world_size, options.rank_local) : RankLocalValues();
+    };
+    write_files(host, publication.partial(), index, options.ranks_per_file, buffers.window, values, pieces);
+  };
+  const auto on_first = [&](const auto& body) {
+    host.collectively([&] {
+      if (host.rank() == 0) body();
+    });
+  };
+  const auto report = [&] {
+    const std::int64_t memory_bytes = buffers.bytes(target.index);
+    return ReshardReport{reader->take_index(), std::move(target.index), memory_bytes};
+  };
+  if (options.dry_run) {
+    write({});
+    return report();
+  }
+  try {
+    on_first([&] {
+      publication.prepare(options.overwrite);
+      publication.note_owner();
+    });
+    write([&](std::span<const PieceRequest> requests) {
+      fetch(*reader, target, requests);
+      for (const PieceRequest& request : requests) done += static_cast<std::int64_t>(request.target.size());
+      if (options.progress) options.progress(std::min(done * host.size(), total), total);
+    });
+    check_digests(*reader, target);  // the same everywhere
+    on_first([&] {
+      write_index(publication.partial(), index);
+      publication.publish(options.overwrite);
+    });
+  } catch (...) {
+    if (host.rank() == 0) publication.discard();  // nobody writes any more: all have the error
+    throw;
+  }
+  return report();
+}
+
 }  // namespace
 
 }  // namespace checkpoint
 
 ReshardReport reshard(const std::filesystem::path& source, const std::filesystem::path& path,
                       const ReshardOptions& options) {
-  using namespace checkpoint;
-  CheckpointReader reader(source);
-  Target target = describe_target(reader.index(), options);
-  const Buffers buffers = plan_buffers(reader.index(), target, options.memory_bytes);
-  const Publication publication(path, target.index.save_id);
-  CheckpointIndex& index = target.index;
-  const bool has_local = reader.index().world_size == index.world_size || options.rank_local != RankLocalPolicy::error;
-  if (!has_local) (void)reader.rank_local(0, index.world_size, options.rank_local);  // throws, if there are any
-  std::int64_t done = 0;
-  std::int64_t total = 0;
-  for (const TensorEntry& tensor : index.tensors) total += tensor.bytes();
-  const auto write = [&](const PieceSource& pieces) {
-    const auto values = [&](std::int64_t rank) {
-      return has_local ? reader.rank_local(rank, index.world_size, options.rank_local) : RankLocalValues();
-    };
-    write_files(publication.partial(), index, options.ranks_per_file, buffers.window, values, pieces);
-  };
-  const auto report = [&] {
-    const std::int64_t memory_bytes = buffers.bytes(target.index);
-    return ReshardReport{reader.index(), std::move(target.index), memory_bytes};
-  };
-  if (options.dry_run) {
-    write({});
-    return report();
-  }
-  publication.prepare(options.overwrite);
+  HostCommunicator host(options.comm, "reshard");
   try {
-    publication.note_owner();
-    write([&](std::span<const PieceRequest> requests) {
-      fetch(reader, target, requests);
-      for (const PieceRequest& request : requests) done += static_cast<std::int64_t>(request.target.size());
-      if (options.progress) options.progress(done, total);
-    });
-    check_digests(reader, target);
-    write_index(publication.partial(), index);
-    publication.publish(options.overwrite);
+    ReshardReport report = checkpoint::reshard_together(host, source, path, options);
+    host.close();
+    return report;
   } catch (...) {
-    publication.discard();
+    host.close();
     throw;
   }
-  return report();
 }
 
 }  // namespace fsdp2

@@ -378,7 +378,8 @@ CheckpointIndex import_safetensors(const std::filesystem::path& source, const st
   try {
     publication.note_owner();
     const auto no_values = [](std::int64_t) { return RankLocalValues(); };
-    write_files(publication.partial(), index, options.ranks_per_file,
+    const HostCommunicator alone(MPI_COMM_NULL, "import");
+    write_files(alone, publication.partial(), index, options.ranks_per_file,
                 window_for(options.memory_bytes, index.sizes.block_bytes), no_values, read);
     write_index(publication.partial(), index);
     publication.publish();

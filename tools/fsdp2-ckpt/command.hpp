@@ -12,6 +12,8 @@
 
 namespace fsdp2::tool {
 
+class Launch;
+
 /// Exit statuses, as documented in --help.
 inline constexpr int status_done = 0;     ///< done, equal, valid
 inline constexpr int status_differs = 1;  ///< differs, invalid
@@ -27,7 +29,7 @@ struct Exit {
 /// Each adds one subcommand, whose callback does the work. One file a subcommand.
 void add_inspect(CLI::App& app);
 void add_verify(CLI::App& app);
-void add_reshard(CLI::App& app);
+void add_reshard(CLI::App& app, const Launch& launch);
 void add_diff(CLI::App& app);
 void add_list(CLI::App& app);
 void add_prune(CLI::App& app);

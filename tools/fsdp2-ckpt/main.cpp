@@ -10,14 +10,18 @@
 #include "command.hpp"
 #include "documents.hpp"
 #include "fsdp2/version.hpp"
+#include "launch.hpp"
 
 namespace fsdp2::tool {
 
 namespace {
 
-int run(int argc, char** argv) {
+int run(int argc, char** argv, const Launch& launch) {
+  const std::string_view first = argc > 1 ? argv[1] : "";
+  if (!launch.is_first() && first != "reshard") return status_done;  // what one process does alone
   CLI::App app(
-      "Looks at, checks, compares and reshards checkpoints of fsdp2. Needs no GPU, no MPI launcher and no queue.",
+      "Looks at, checks, compares and reshards checkpoints of fsdp2. Needs no GPU, no MPI launcher and no queue; under "
+      "a launcher, the processes share the work of reshard.",
       "fsdp2-ckpt");
   app.set_version_flag("--version", fmt::format("fsdp2-ckpt {}\n{}", version(), build_info()));
   app.footer(
@@ -26,7 +30,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   add_inspect(app);
   add_verify(app);
-  add_reshard(app);
+  add_reshard(app, launch);
   add_diff(app);
   add_list(app);
   add_prune(app);
@@ -56,10 +60,13 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   int status = fsdp2::tool::status_failed;
+  fsdp2::tool::Launch launch;
   try {
-    status = fsdp2::tool::run(argc, argv);
+    status = fsdp2::tool::run(argc, argv, launch);
+    launch.finish();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "fsdp2-ckpt: %s\n", fsdp2::tool::printable(error.what(), true).c_str());
+    launch.abort(status);
   }
   if (status == fsdp2::tool::status_done) return status;
   // HDF5 1.10 leaks where it meets damaged metadata, and its exit handler then complains at length. All files are

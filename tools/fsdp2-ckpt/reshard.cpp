@@ -17,6 +17,7 @@
 
 #include "command.hpp"
 #include "fsdp2/error.hpp"
+#include "launch.hpp"
 #include "tensor_options.hpp"
 
 namespace fsdp2::tool {
@@ -139,10 +140,13 @@ void print_document(const Options& options, const Summary& summary) {
   print_json(document);
 }
 
-void run(Options options) {
+void run(Options options, const Launch& launch) {
   // Usage errors first: what is wrong before any work is done has another status than what goes wrong during it.
-  complete(options, open_checkpoint(options.source));
-  check_target(options);
+  launch.together([&] {
+    complete(options, open_checkpoint(options.source));
+    check_target(options);
+  });
+  options.reshard.comm = launch.comm();
   const bool shows_progress = !options.quiet && !options.json && ::isatty(STDERR_FILENO) != 0;
   if (shows_progress) options.reshard.progress = Progress();
   ReshardReport report;
@@ -167,7 +171,7 @@ void run(Options options) {
 
 }  // namespace
 
-void add_reshard(CLI::App& app) {
+void add_reshard(CLI::App& app, const Launch& launch) {
   CLI::App* command =
       app.add_subcommand("reshard",
                          "Copies a checkpoint to another number of ranks or other meshes, bit by bit, with bounded "
@@ -205,7 +209,7 @@ void add_reshard(CLI::App& app) {
   command->add_flag("--dry-run", reshard.dry_run, "write nothing; say what bytes, files and memory it would take");
   CLI::Option* quiet = command->add_flag("--quiet,-q", options->quiet, "print errors only");
   command->add_flag("--json", options->json, "print one JSON document")->excludes(quiet);
-  command->callback([options] { run(*options); });
+  command->callback([options, &launch] { run(*options, launch); });
 }
 
 }  // namespace fsdp2::tool

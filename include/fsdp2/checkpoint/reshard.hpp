@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <mpi.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -18,7 +20,7 @@ struct ReshardOptions {
   std::int64_t world_size = 0;
   /// Most bytes of tensor data held in memory at a time; at least some blocks.
   std::int64_t memory_bytes = std::int64_t{256} << 20;
-  /// Called now and then with the tensor bytes written so far and in all.
+  /// Called now and then with the tensor bytes written so far, where several processes write about so many, and in all.
   std::function<void(std::int64_t done, std::int64_t total)> progress = {};
   /// New meshes by the names of the old; "" stands for every mesh that is not named. All have as many ranks. Tensors
   /// keep their placements on the axes that keep their names, and are replicated over new axes; an axis that goes must
@@ -33,6 +35,9 @@ struct ReshardOptions {
   std::function<DType(const TensorEntry&)> dtype = {};
   /// Replaces a checkpoint of that name, see SaveOptions::overwrite.
   bool overwrite = false;
+  /// Processes that share the work, each of them some of the new files: all call with the same arguments, and get the
+  /// same report, or error. MPI_COMM_NULL: this process alone, without MPI. Limits of memory are for each.
+  MPI_Comm comm = MPI_COMM_NULL;
   /// Plans and lays out everything, but reads no tensor bytes and writes nothing: the report has no new digests.
   bool dry_run = false;
 };
@@ -45,7 +50,7 @@ struct ReshardReport {
 
 /// Copies a checkpoint to another number of ranks, bit by bit but for casts, with bounded memory: a new save id, the
 /// same step and metadata. Every source block is checked; nothing is published unless every content digest of the
-/// target, of tensors that are not cast, equals the source's. No MPI: one process. Throws ConfigError where the meshes
+/// target, of tensors that are not cast, equals the source's. Throws ConfigError where the meshes
 /// or options do not fit, MismatchError for rank-local values without a policy, IoError and CorruptError as reading and
 /// writing do; `target`, which must not exist, is then not there.
 ReshardReport reshard(const std::filesystem::path& source, const std::filesystem::path& target,
