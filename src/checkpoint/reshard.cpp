@@ -188,8 +188,6 @@ ReshardReport reshard_together(const HostCommunicator& host, const std::filesyst
     target = describe_target(reader->index(), options);
     buffers = plan_buffers(reader->index(), target, options.memory_bytes);
     has_local = reader->index().world_size == target.index.world_size || options.rank_local != RankLocalPolicy::error;
-    if (!has_local && host.rank() == 0)
-      (void)reader->rank_local(0, target.index.world_size, options.rank_local);  // throws, if there are any
   });
   CheckpointIndex& index = target.index;
   host.broadcast(index.save_id, 0);
@@ -212,6 +210,9 @@ ReshardReport reshard_together(const HostCommunicator& host, const std::filesyst
     const std::int64_t memory_bytes = buffers.bytes(target.index);
     return ReshardReport{reader->take_index(), std::move(target.index), memory_bytes};
   };
+  on_first([&] {
+    if (!has_local) (void)reader->rank_local(0, index.world_size, options.rank_local);  // throws, if there are any
+  });
   if (options.dry_run) {
     write({});
     return report();

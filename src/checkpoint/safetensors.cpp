@@ -216,8 +216,8 @@ std::vector<ExportFile> plan_files(const Selection& selection, std::int64_t max_
 class DataWriter {
  public:
   DataWriter(CheckpointReader& reader, const Selection& selection, File& file, std::int64_t offset,
-             std::span<std::byte> window)
-      : reader_(reader), selection_(selection), file_(file), offset_(offset), window_(window) {}
+             std::span<std::byte> window, const std::function<void(std::int64_t bytes)>& count)
+      : reader_(reader), selection_(selection), file_(file), offset_(offset), window_(window), count_(count) {}
 
   void add(std::size_t number) {
     const TensorSpec& spec = selection_.tensors[number].spec;
@@ -258,6 +258,7 @@ class DataWriter {
       }
     file_.write(window_.first(static_cast<std::size_t>(used_)), offset_);
     offset_ += used_;
+    count_(used_);
     used_ = 0;
     requests_.clear();
   }
@@ -267,6 +268,7 @@ class DataWriter {
   File& file_;
   std::int64_t offset_;  // in the file, of the window
   std::span<std::byte> window_;
+  const std::function<void(std::int64_t bytes)>& count_;
   std::int64_t used_ = 0;
   std::vector<ElementRequest> requests_;
   std::map<std::size_t, std::uint64_t> digests_;  // by number in the checkpoint, of what was written of it
@@ -304,7 +306,8 @@ ExportReport export_safetensors(const std::filesystem::path& source, const std::
   ExportReport report;
   report.tensors = static_cast<std::int64_t>(selection.tensors.size());
   report.files = static_cast<std::int64_t>(files.size());
-  std::int64_t longest = 0;  // data of a file
+  std::int64_t total = 0;    // data of all files
+  std::int64_t longest = 0;  // of one
   std::int64_t widest = 0;   // of an element in the checkpoint, against one in the file
   for (ExportFile& file : files) {
     std::vector<const TensorEntry*> tensors;
@@ -320,10 +323,16 @@ ExportReport export_safetensors(const std::filesystem::path& source, const std::
     }
     file.header = encode_safetensors_header(tensors, metadata_for(reader.index()));
     longest = std::max(longest, bytes);
+    total += bytes;
     report.bytes += static_cast<std::int64_t>(file.header.size()) + bytes;
   }
   std::vector<std::byte> window = buffer_for(
       target, std::min(window_for(options.memory_bytes / (1 + widest), reader.index().sizes.block_bytes), longest));
+  std::int64_t done = 0;
+  const std::function<void(std::int64_t)> count = [&](std::int64_t bytes) {
+    done += bytes;
+    if (options.progress) options.progress(done, total);
+  };
   const bool is_directory = options.max_shard_bytes != 0;
   const fs::path parent = target.has_parent_path() ? target.parent_path() : ".";
   const fs::path partial = parent / fmt::format(".{}.partial-{}", target.filename().string(), random_save_id());
@@ -332,7 +341,7 @@ ExportReport export_safetensors(const std::filesystem::path& source, const std::
     for (const ExportFile& part : files) {
       File file = File::create(is_directory ? partial / part.name : partial);
       file.write(std::as_bytes(std::span(part.header)), 0);
-      DataWriter data(reader, selection, file, static_cast<std::int64_t>(part.header.size()), window);
+      DataWriter data(reader, selection, file, static_cast<std::int64_t>(part.header.size()), window, count);
       for (const std::size_t t : part.tensors) data.add(t);
       data.finish();
       file.sync();
@@ -357,8 +366,13 @@ CheckpointIndex import_safetensors(const std::filesystem::path& source, const st
   CheckpointIndex index = describe_import(weights, options);
   std::vector<const Weights::Place*> places;  // by tensor: index and map have one order
   for (const auto& [name, place] : weights.tensors()) places.push_back(&place);
+  std::int64_t done = 0;
+  std::int64_t total = 0;
+  for (const TensorEntry& tensor : index.tensors) total += tensor.bytes();
   const auto read = [&](std::span<const PieceRequest> requests) {
     for (const PieceRequest& request : requests) {
+      done += static_cast<std::int64_t>(request.target.size());
+      if (options.progress) options.progress(done, total);
       const Piece& piece = *request.piece;
       const TensorSpec& spec = index.tensors[piece.tensor].spec;
       const std::int64_t width = size_of(spec.dtype);

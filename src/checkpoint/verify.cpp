@@ -18,7 +18,8 @@ namespace {
 
 /// Reads every block of one rank; returns the contributions of its pieces. The first bad block ends it.
 std::vector<std::uint64_t> read_rank(const CheckpointIndex& index, const ShardTables& shard, const File& file,
-                                     std::int64_t rank, const RankPlan& plan, std::int64_t& bytes) {
+                                     std::int64_t rank, const RankPlan& plan,
+                                     const std::function<void(std::int64_t bytes)>& count) {
   std::vector<std::uint64_t> digests(plan.pieces.size(), 0);
   std::vector<std::byte> block;
   for (const DType dtype : all_dtypes) {
@@ -29,7 +30,7 @@ std::vector<std::uint64_t> read_rank(const CheckpointIndex& index, const ShardTa
     for (std::int64_t at = segment.start; at < segment.start + segment.length; at += index.sizes.block_bytes) {
       file.read(block, shard.arena_offset[dtype] + at);
       require_block(digest.add_block(block), shard, dtype, at / index.sizes.block_bytes);
-      bytes += index.sizes.block_bytes;
+      count(index.sizes.block_bytes);
     }
     digest.store(digests);
   }
@@ -45,9 +46,13 @@ struct TensorFindings {
 
 /// One file, and with it the plans of its ranks only: those of all ranks may not fit into memory.
 void check_file(const std::filesystem::path& directory, std::size_t number, const VerifyOptions& options,
-                VerifyReport& report, std::vector<TensorFindings>& tensors) {
+                std::int64_t total, VerifyReport& report, std::vector<TensorFindings>& tensors) {
   const CheckpointIndex& index = report.index;
   const std::vector<std::int64_t>& ranks = index.files[number].ranks;
+  const auto count = [&](std::int64_t bytes) {
+    report.bytes += bytes;
+    if (options.progress) options.progress(report.bytes, total);
+  };
   std::vector<RankPlan> plans;
   plans.reserve(ranks.size());
   for (const std::int64_t rank : ranks) plans.push_back(plan_rank(index, rank));
@@ -63,7 +68,7 @@ void check_file(const std::filesystem::path& directory, std::size_t number, cons
     for (std::size_t r = 0; r < ranks.size(); ++r) {
       const std::vector<std::uint64_t>& recorded = shard.digests[r];
       const std::vector<std::uint64_t> found =
-          options.quick ? recorded : read_rank(index, shard, file, ranks[r], plans[r], report.bytes);
+          options.quick ? recorded : read_rank(index, shard, file, ranks[r], plans[r], count);
       for (std::size_t p = 0; p < found.size(); ++p) {
         const std::size_t tensor = plans[r].pieces[p].tensor;
         tensors[tensor].digest ^= found[p];
@@ -90,7 +95,10 @@ VerifyReport verify(const std::filesystem::path& directory, const VerifyOptions&
   report.index = read_index(directory);
   const CheckpointIndex& index = report.index;
   std::vector<TensorFindings> tensors(index.tensors.size());
-  for (std::size_t f = 0; f < index.files.size(); ++f) check_file(directory, f, options, report, tensors);
+  std::int64_t total = 0;
+  for (const PerDType<Segment>& segments : index.segments)
+    for (const Segment& segment : segments) total += segment.length;
+  for (std::size_t f = 0; f < index.files.size(); ++f) check_file(directory, f, options, total, report, tensors);
   for (std::size_t t = 0; t < index.tensors.size(); ++t) {
     const TensorEntry& tensor = index.tensors[t];
     const TensorFindings& found = tensors[t];

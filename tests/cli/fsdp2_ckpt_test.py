@@ -948,6 +948,39 @@ def write_safetensors(path, header, data=b"", length=None):
     return path
 
 
+class Progress(ToolTest):
+    needs = ["dp3"]
+
+    def test_lines_and_events(self):
+        """At once, where a line is wanted every 0 seconds; by default not in so short a time."""
+        some, file = self.folder / "some", self.folder / "f"
+        for arguments in (["reshard", self.samples / "dp3", some, "--world-size=3", "--exclude=*complex128*", "--memory=1"],
+                          ["verify", some], ["export", some, file, "--memory=1"], ["import", file, self.folder / "c", "--world-size=2"]):
+            for flags in ([], ["--json"]):
+                result = self.tool(*arguments, "--progress=0", *flags)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                lines = result.stderr.splitlines()
+                self.assertGreater(len(lines), 1)
+                if flags:
+                    events = [json.loads(line) for line in lines]
+                    self.assertEqual({event["event"] for event in events}, {"progress"})
+                    done = [event["done"] for event in events]
+                    self.assertEqual(done, sorted(done))
+                    self.assertEqual((done[-1], {event["total"] for event in events}), (events[-1]["total"], {done[-1]}))
+                    json.loads(result.stdout)
+                else:
+                    for line in lines:
+                        self.assertRegex(line, r"^[0-9.]+ \w+ of [0-9.]+ \w+, [0-9.]+ \w+/s, [0-9]+ s left$")
+                if arguments[0] != "verify":
+                    target = Path(arguments[2])
+                    shutil.rmtree(target) if target.is_dir() else target.unlink()
+                self.assertEqual(self.tool(*arguments, *flags).stderr, "")
+                if arguments[0] != "verify" and not flags:
+                    shutil.rmtree(target) if target.is_dir() else target.unlink()
+        self.assertEqual(self.tool("verify", some, "--progress=0", "--quiet").stderr, "")
+        self.expect(2, "verify", some, "--progress=-1", err=["--progress"])
+
+
 class Safetensors(ToolTest):
     needs = ["dp3", "grid", "empty"]
 

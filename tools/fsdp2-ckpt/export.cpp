@@ -7,6 +7,7 @@
 #include "command.hpp"
 #include "fsdp2/checkpoint/safetensors.hpp"
 #include "fsdp2/error.hpp"
+#include "progress.hpp"
 #include "tensor_options.hpp"
 
 namespace fsdp2::tool {
@@ -18,6 +19,7 @@ struct Options {
   std::string target;
   TensorOptions tensors;
   ExportOptions exports;
+  Progress progress;
   bool json = false;
 };
 
@@ -26,6 +28,7 @@ void run(Options& options) {
   require_absent(options.target);
   options.exports.select = selection_of(options.tensors, index);
   options.exports.dtype = casts_of(options.tensors, index);
+  options.exports.progress = options.progress.start(false, options.json);
   ExportReport report;
   try {
     report = export_safetensors(options.checkpoint, options.target, options.exports);
@@ -34,6 +37,7 @@ void run(Options& options) {
   } catch (const Error& error) {
     throw Exit{status_failed, error.what()};
   }
+  options.progress.finish();
   if (options.json) {
     print_json({{"checkpoint", options.checkpoint},
                 {"target", options.target},
@@ -68,6 +72,7 @@ void add_export(CLI::App& app) {
       ->check(CLI::Range(std::int64_t{1}, std::numeric_limits<std::int64_t>::max()));
   add_selection(*command, options->tensors);
   add_memory(*command, options->exports.memory_bytes);
+  options->progress.add_option(*command);
   command->add_flag("--json", options->json, "print one JSON document");
   command->callback([options] { run(*options); });
 }

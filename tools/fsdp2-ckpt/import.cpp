@@ -9,6 +9,7 @@
 #include "command.hpp"
 #include "fsdp2/checkpoint/safetensors.hpp"
 #include "fsdp2/error.hpp"
+#include "progress.hpp"
 #include "tensor_options.hpp"
 
 namespace fsdp2::tool {
@@ -21,6 +22,7 @@ struct Options {
   std::string mesh;
   std::vector<std::string> shard_dims;
   ImportOptions import;
+  Progress progress;
   bool json = false;
 };
 
@@ -53,6 +55,7 @@ void run(Options& options) {
     throw Exit{status_usage, fmt::format("{} is neither a file nor a directory", options.source)};
   require_absent(options.checkpoint);
   complete(options);
+  options.import.progress = options.progress.start(false, options.json);
   CheckpointIndex index;
   try {
     index = import_safetensors(options.source, options.checkpoint, options.import);
@@ -65,6 +68,7 @@ void run(Options& options) {
   } catch (const Error& error) {
     throw Exit{status_failed, error.what()};
   }
+  options.progress.finish();
   std::int64_t bytes = 0;
   for (const TensorEntry& tensor : index.tensors) bytes += tensor.bytes();
   if (options.json)
@@ -104,6 +108,7 @@ void add_import(CLI::App& app) {
       ->check(CLI::Range(std::int64_t{1}, std::numeric_limits<std::int64_t>::max()))
       ->capture_default_str();
   add_memory(*command, options->import.memory_bytes);
+  options->progress.add_option(*command);
   command->add_flag("--json", options->json, "print one JSON document");
   command->callback([options] { run(*options); });
 }

@@ -3,11 +3,8 @@
 #include "fsdp2/checkpoint/reshard.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <filesystem>
 #include <limits>
 #include <map>
@@ -18,6 +15,7 @@
 #include "command.hpp"
 #include "fsdp2/error.hpp"
 #include "launch.hpp"
+#include "progress.hpp"
 #include "tensor_options.hpp"
 
 namespace fsdp2::tool {
@@ -30,6 +28,7 @@ struct Options {
   ReshardOptions reshard;
   std::vector<std::string> meshes;
   TensorOptions tensors;
+  Progress progress;
   bool quiet = false;
   bool json = false;
 };
@@ -57,22 +56,6 @@ void check_target(const Options& options) {
     throw Exit{status_usage,
                fmt::format("{} exists and is no checkpoint: only checkpoints are overwritten", options.target)};
 }
-
-/// A line on the terminal: bytes, rate, time left.
-class Progress {
- public:
-  void operator()(std::int64_t done, std::int64_t total) {
-    using Clock = std::chrono::steady_clock;
-    const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
-    const double rate = static_cast<double>(done) / std::max(seconds, 1e-3);
-    const double left = rate > 0 ? static_cast<double>(total - done) / rate : 0;
-    fmt::print(stderr, "\r{} of {}, {}/s, {:.0f} s left   ", format_bytes(done), format_bytes(total),
-               format_bytes(static_cast<std::int64_t>(rate)), left);
-  }
-
- private:
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
 
 /// What the subcommand says at its end.
 struct Summary {
@@ -140,15 +123,14 @@ void print_document(const Options& options, const Summary& summary) {
   print_json(document);
 }
 
-void run(Options options, const Launch& launch) {
+void run(Options& options, const Launch& launch) {
   // Usage errors first: what is wrong before any work is done has another status than what goes wrong during it.
   launch.together([&] {
     complete(options, open_checkpoint(options.source));
     check_target(options);
   });
   options.reshard.comm = launch.comm();
-  const bool shows_progress = !options.quiet && !options.json && ::isatty(STDERR_FILENO) != 0;
-  if (shows_progress) options.reshard.progress = Progress();
+  options.reshard.progress = options.progress.start(options.quiet, options.json);
   ReshardReport report;
   try {
     report = reshard(options.source, options.target, options.reshard);
@@ -161,7 +143,7 @@ void run(Options options, const Launch& launch) {
   } catch (const Error& error) {
     throw Exit{status_failed, error.what()};
   }
-  if (shows_progress) fmt::print(stderr, "\n");
+  options.progress.finish();
   const Summary summary(report);
   if (options.json)
     print_document(options, summary);
@@ -205,6 +187,7 @@ void add_reshard(CLI::App& app, const Launch& launch) {
                                                  {"concatenate", RankLocalPolicy::concatenate}}));
   add_selection(*command, options->tensors);
   add_memory(*command, reshard.memory_bytes);
+  options->progress.add_option(*command);
   command->add_flag("--overwrite", reshard.overwrite, "replace DST, if it is a checkpoint, when all is written");
   command->add_flag("--dry-run", reshard.dry_run, "write nothing; say what bytes, files and memory it would take");
   CLI::Option* quiet = command->add_flag("--quiet,-q", options->quiet, "print errors only");

@@ -9,6 +9,7 @@
 
 #include "command.hpp"
 #include "fsdp2/error.hpp"
+#include "progress.hpp"
 
 namespace fsdp2::tool {
 
@@ -17,6 +18,7 @@ namespace {
 struct Options {
   std::string path;
   VerifyOptions verify;
+  Progress progress;
   bool quiet = false;
   bool json = false;
 };
@@ -45,7 +47,8 @@ void print_text(const Options& options, const VerifyReport& report) {
              report.files, report.index.files.size(), checked);
 }
 
-void run(const Options& options) {
+void run(Options& options) {
+  options.verify.progress = options.progress.start(options.quiet, options.json);
   VerifyReport report;
   try {
     report = verify(options.path, options.verify);
@@ -55,6 +58,7 @@ void run(const Options& options) {
   } catch (const Error& error) {
     throw Exit{status_usage, error.what()};
   }
+  options.progress.finish();
   if (options.json)
     print_document(options, report);
   else
@@ -70,6 +74,7 @@ void add_verify(CLI::App& app) {
   const auto options = std::make_shared<Options>();
   add_checkpoint(*command, options->path, "checkpoint directory");
   command->add_flag("--quick", options->verify.quick, "tables and sizes only: read no tensor bytes");
+  options->progress.add_option(*command);
   CLI::Option* quiet = command->add_flag("--quiet,-q", options->quiet, "print problems only");
   command->add_flag("--json", options->json, "print one JSON document")->excludes(quiet);
   command->callback([options] { run(*options); });

@@ -23,6 +23,8 @@ struct ExportOptions {
   std::function<bool(const TensorEntry&)> select = {};
   /// The dtype of a tensor in the file; by default its own. f64, f32, f16 and bf16 are cast to one another, to nearest.
   std::function<DType(const TensorEntry&)> dtype = {};
+  /// Called now and then with the tensor bytes written so far and in all.
+  std::function<void(std::int64_t done, std::int64_t total)> progress = {};
 };
 
 struct ExportReport {
@@ -51,6 +53,8 @@ struct ImportOptions {
   std::function<std::int64_t(const TensorEntry&)> shard_dim = {};
   std::int64_t ranks_per_file = 1;
   std::int64_t memory_bytes = std::int64_t{256} << 20;
+  /// Called now and then with the tensor bytes read so far and in all.
+  std::function<void(std::int64_t done, std::int64_t total)> progress = {};
 };
 
 /// Makes a checkpoint of a safetensors file, byte for byte, with bounded memory, or of several: of a

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,8 @@ namespace fsdp2 {
 struct VerifyOptions {
   /// Only tables, names and sizes: no tensor bytes are read.
   bool quick = false;
+  /// Called now and then with the bytes read so far and in all.
+  std::function<void(std::int64_t done, std::int64_t total)> progress = {};
 };
 
 /// What verify found.
