@@ -105,7 +105,9 @@ void run(int argc, char** argv) {
          {"pwrite + fsync, paced", [&] { write_raw(raw, bytes, Pace::paced); }, remove_raw},
          {"fsdp2::save", [&] { save(checkpoint, state); }, remove_checkpoint},
          {"fsdp2::save, one file", [&] { save(checkpoint, state, {.ranks_per_file = FileGroups::world}); },
-          remove_checkpoint}});
+          remove_checkpoint},
+         {"fsdp2::save, one file, mpio",
+          [&] { save(checkpoint, state, {.ranks_per_file = FileGroups::world, .io = Io::mpio}); }, remove_checkpoint}});
     AsyncSaver saver;
     std::vector<std::byte> image(bytes.size());
     bench::compare(fmt::format("begin to save {} MiB in {} tensors asynchronously", total >> 20, tensors),
