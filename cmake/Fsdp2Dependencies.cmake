@@ -26,8 +26,7 @@ if(FSDP2_ENABLE_NCCL)
   if(NOT FSDP2_ENABLE_CUDA)
     message(FATAL_ERROR "FSDP2_ENABLE_NCCL needs FSDP2_ENABLE_CUDA=ON: NCCL moves data between CUDA devices.")
   endif()
-  message(FATAL_ERROR "FSDP2_ENABLE_NCCL is not supported by fsdp2 ${PROJECT_VERSION}, which communicates by MPI alone: "
-                      "set it OFF.")
+  fsdp2_require(NCCL libnccl-dev)
 endif()
 
 set(MPI_CXX_SKIP_MPICXX ON)

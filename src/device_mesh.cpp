@@ -45,7 +45,7 @@ struct DeviceMesh::State {
 
   /// Ranks whose other indices agree form one group, ordered by their indices along the axes.
   std::unique_ptr<Communicator> make_group(const std::vector<std::size_t>& along, const std::string& group_name) {
-    const std::unique_ptr<Communicator> world = make_mpi_communicator(host.mpi(), name, options);
+    const std::unique_ptr<Communicator> world = make_communicator(host.mpi(), name, options);
     std::int64_t color = 0;
     std::int64_t key = 0;
     for (std::size_t i = 0; i < spec.dimensions(); ++i) {

@@ -94,8 +94,9 @@ class Communicator {
   virtual Work all_gather(const ExecutionSpace& exec, std::span<const Transfer> transfers) = 0;
 
   /// receive = element-wise combination over all ranks of part rank() of their sends (size() times as many elements as
-  /// receive). Combined in rank order, in f64 for f64, else f32 for floats: the result does not depend on timing or on
-  /// message size. There is no averaging: divide afterwards.
+  /// receive). Combined in f64 for f64, else f32 for floats, in rank order, so that the result does not depend on
+  /// timing or on message size; but NCCL orders sums of f64 and f32 as it likes, unless it is to be deterministic.
+  /// There is no averaging: divide afterwards.
   virtual Work reduce_scatter(const ExecutionSpace& exec, std::span<const Transfer> transfers, ReduceOp op) = 0;
 
   /// In place, every rank the same bits. May complete its first half before it returns.
@@ -128,6 +129,12 @@ class Communicator {
 /// Whether ranks compare what they are about to do, unless told otherwise: in debug builds of the library.
 extern const bool checked_by_default;
 
+/// What carries tensors between ranks.
+enum class Backend : std::uint8_t {
+  mpi,   ///< memory of the host; device memory is staged through it, and ranks may share a device
+  nccl,  ///< CUDA devices, one for each rank, on streams: the host does not wait
+};
+
 /// How a communicator behaves where there is a choice. The same on all ranks.
 struct CommunicatorOptions {
   /// With one rank, collectives are copies that do not enter MPI. Off, they take the same path as any other size.
@@ -143,13 +150,26 @@ struct CommunicatorOptions {
   /// may still touch is never freed.
   double timeout_seconds = 1800;
   /// A thread keeps operations going while the caller computes; it sleeps when there are none. Needs
-  /// MPI_THREAD_MULTIPLE: ConfigError without.
+  /// MPI_THREAD_MULTIPLE: ConfigError without. For MPI.
   bool progress_thread = false;
+  /// ConfigError for nccl where the library was built without.
+  Backend backend = Backend::mpi;
+  /// Sums in rank order whatever the backend, as MPI always does.
+  bool deterministic = false;
 };
+
+/// One of the backend that `options` name, over a duplicate of `comm`. Collective over `comm`. Throws CommError and
+/// ConfigError.
+std::unique_ptr<Communicator> make_communicator(MPI_Comm comm, std::string name, CommunicatorOptions options = {});
 
 /// A communicator over a duplicate of `comm`, whose error handler the duplicate does not inherit. Collective over
 /// `comm`. MPI_COMM_NULL makes a communicator of one rank that works without MPI. Device memory is staged through the
 /// host. Throws CommError.
 std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm, std::string name, CommunicatorOptions options = {});
+
+/// The same for NCCL, on the device that Kokkos uses. Its connections are made by the first operation, which throws
+/// ConfigError where two ranks share a device. Its Work::wait lets the stream of the execution space wait; an error of
+/// another rank is found by the next call, test or close. Only in libraries built with FSDP2_ENABLE_NCCL.
+std::unique_ptr<Communicator> make_nccl_communicator(MPI_Comm comm, std::string name, CommunicatorOptions options = {});
 
 }  // namespace fsdp2

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "comm/check_mpi.hpp"
+#include "comm/checks.hpp"
 #include "fsdp2/communicator.hpp"
 #include "fsdp2/error.hpp"
 #include "fsdp2/log.hpp"
@@ -354,7 +355,8 @@ class MpiCommunicator : public Communicator {
   const std::string& name() const override { return name_; }
 
   Work all_gather(const ExecutionSpace& exec, std::span<const Transfer> transfers) override {
-    check_lengths(transfers, "all_gather", 1, size_);
+    require_open();
+    check_lengths(*this, transfers, "all_gather", 1, size_);
     if (is_copy()) return copy(exec, transfers);
     check_call([&] { return describe("all_gather", transfers); });
     std::unique_ptr<MpiWork> work = start(exec, "all_gather");
@@ -377,7 +379,8 @@ class MpiCommunicator : public Communicator {
   }
 
   Work reduce_scatter(const ExecutionSpace& exec, std::span<const Transfer> transfers, ReduceOp op) override {
-    check_lengths(transfers, "reduce_scatter", size_, 1);
+    require_open();
+    check_lengths(*this, transfers, "reduce_scatter", size_, 1);
     for (const Transfer& transfer : transfers) check_op(transfer.send.dtype(), op);
     if (is_copy()) return copy(exec, transfers);
     check_call([&] { return describe(reduce_name("reduce_scatter", op), transfers); });
@@ -425,8 +428,7 @@ class MpiCommunicator : public Communicator {
 
   Work broadcast(const ExecutionSpace& exec, const Tensor& buffer, std::int64_t root) override {
     require_open();
-    if (root < 0 || root >= size_)
-      throw CommError(fmt::format("broadcast on group \"{}\": root {} is not one of its {} ranks", name_, root, size_));
+    check_root(*this, root);
     if (is_copy()) return {};
     check_call([&] {
       const Transfer transfer{buffer, buffer};
@@ -443,11 +445,9 @@ class MpiCommunicator : public Communicator {
   }
 
   Work all_to_all(const ExecutionSpace& exec, std::span<const Transfer> transfers) override {
-    check_lengths(transfers, "all_to_all", 1, 1);
-    for (const Transfer& transfer : transfers)
-      if (transfer.send.numel() % size_ != 0)
-        throw ShapeError(fmt::format("all_to_all on group \"{}\": {} elements are not {} equal parts", name_,
-                                     transfer.send.numel(), size_));
+    require_open();
+    check_lengths(*this, transfers, "all_to_all", 1, 1);
+    check_parts(*this, transfers);
     if (is_copy()) return copy(exec, transfers);
     check_call([&] { return describe("all_to_all", transfers); });
     std::unique_ptr<MpiWork> work = start(exec, "all_to_all");
@@ -626,25 +626,6 @@ class MpiCommunicator : public Communicator {
     check_mpi(MPI_Mrecv(text.data(), length, MPI_CHAR, &message, MPI_STATUS_IGNORE), "MPI_Mrecv", name_);
     texts[static_cast<std::size_t>(status.MPI_SOURCE)] = std::move(text);
     return true;
-  }
-
-  /// Every transfer must hold send · receive_factor = receive · send_factor elements of one dtype.
-  void check_lengths(std::span<const Transfer> transfers, std::string_view verb, std::int64_t send_factor,
-                     std::int64_t receive_factor) const {
-    require_open();
-    for (const Transfer& transfer : transfers)
-      if (transfer.send.dtype() != transfer.receive.dtype() ||
-          checked_multiply(transfer.send.numel(), receive_factor) !=
-              checked_multiply(transfer.receive.numel(), send_factor))
-        throw ShapeError(fmt::format("{} on group \"{}\" of {} ranks: {} {} cannot be sent into {} {}", verb, name_,
-                                     size_, transfer.send.numel(), to_string(transfer.send.dtype()),
-                                     transfer.receive.numel(), to_string(transfer.receive.dtype())));
-  }
-
-  /// Before anything is sent, and for any number of ranks.
-  static void check_op(DType dtype, ReduceOp op) {
-    if (op != ReduceOp::sum && (dtype == DType::complex64 || dtype == DType::complex128))
-      throw ShapeError(fmt::format("{} has no minimum or maximum: only a sum", to_string(dtype)));
   }
 
   Work copy(const ExecutionSpace& exec, std::span<const Transfer> transfers) const {

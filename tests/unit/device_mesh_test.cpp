@@ -74,5 +74,14 @@ TEST(DeviceMeshWithoutMpi, MoreRanksNeedMpi) {
   }
 }
 
+TEST(DeviceMeshWithoutMpi, BackendsThatWereNotBuiltAreNamed) {
+  try {
+    const DeviceMesh mesh(MPI_COMM_NULL, {{"dp", 1}}, "net", {.backend = Backend::nccl});
+    GTEST_SKIP() << "this library has NCCL";
+  } catch (const ConfigError& error) {
+    EXPECT_NE(std::string(error.what()).find("FSDP2_ENABLE_NCCL=ON"), std::string::npos) << error.what();
+  }
+}
+
 }  // namespace
 }  // namespace fsdp2

@@ -146,8 +146,8 @@ std::string draw_mesh(const MeshSpec& mesh) {
     for (std::size_t a = 0; a < mesh.dimensions(); ++a)
       title += fmt::format("{}{} {}", a == 0 ? "" : ", ", escape(mesh.axes()[a].name), coordinate[a]);
     const std::int64_t rank = mesh.rank_at(coordinate);
-    draw(content,
-         {side * static_cast<double>(place % columns), side * static_cast<double>(place / columns), side, side},
+    const std::int64_t row = place / columns;
+    draw(content, {side * static_cast<double>(place % columns), side * static_cast<double>(row), side, side},
          color_of(rank), std::to_string(rank), fmt::format("rank {}: {}", rank, title));
   }
   const std::int64_t rows = mesh.size() / columns;
