@@ -133,31 +133,87 @@ Shape index_of(const Shape& shape, std::int64_t element) {
   return index;
 }
 
-TensorDifference compare_values(CheckpointReader& a, std::size_t in_a, CheckpointReader& b, std::size_t in_b,
-                                const DiffOptions& options) {
-  const TensorEntry& tensor = a.index().tensors[in_a];
-  const std::int64_t width = size_of(tensor.spec.dtype);
-  const std::int64_t elements = numel(tensor.spec.shape);
-  // Each reader holds a block besides; smaller windows would read blocks over and over.
-  const std::int64_t block_bytes = std::max(a.index().sizes.block_bytes, b.index().sizes.block_bytes);
-  const std::int64_t window = std::min(std::max(options.memory_bytes / 2 - block_bytes, block_bytes) / width, elements);
-  std::vector<std::byte> of_a(static_cast<std::size_t>(window * width));
-  std::vector<std::byte> of_b(of_a.size());
-  const Box whole = Box::whole(tensor.spec.shape);
-  TensorDifference result;
-  result.name = tensor.name;
-  Comparison comparison{options, result};
-  for (std::int64_t begin = 0; begin < elements; begin += window) {
-    const std::int64_t count = std::min(window, elements - begin);
-    const ElementRequest from_a{in_a, whole, begin, count, tensor.spec.dtype, of_a.data()};
-    const ElementRequest from_b{in_b, whole, begin, count, tensor.spec.dtype, of_b.data()};
-    read_elements(a, {&from_a, 1});
-    read_elements(b, {&from_b, 1});
-    comparison.add(tensor.spec.dtype, begin, of_a.data(), of_b.data(), count);
+/// Tensors of one name, dtype and shape whose digests differ.
+struct Pair {
+  std::size_t in_a;
+  std::size_t in_b;
+  TensorDifference difference = {};
+  std::int64_t first = -1;  // element that differs
+};
+
+/// Compares tensors through a window on each checkpoint that holds as many of them, or as much of one, as fit: blocks
+/// with several are read once.
+class PairReader {
+ public:
+  PairReader(CheckpointReader& a, CheckpointReader& b, const DiffOptions& options) : a_(a), b_(b), options_(options) {}
+
+  void compare(std::span<Pair> pairs) {
+    std::int64_t bytes = 0;
+    for (const Pair& pair : pairs) bytes += a_.index().tensors[pair.in_a].bytes();
+    // Each reader holds a block besides; smaller windows would read blocks over and over.
+    const std::int64_t block_bytes = std::max(a_.index().sizes.block_bytes, b_.index().sizes.block_bytes);
+    const std::int64_t window = std::min(std::max(options_.memory_bytes / 2 - block_bytes, block_bytes), bytes);
+    of_a_.resize(static_cast<std::size_t>(window));
+    of_b_.resize(of_a_.size());
+    for (Pair& pair : pairs) add(pair);
+    flush();
   }
-  if (comparison.first >= 0) result.first = index_of(tensor.spec.shape, comparison.first);
-  return result;
-}
+
+ private:
+  struct Part {
+    Pair* pair;
+    std::int64_t begin;  // elements
+    std::int64_t count;
+    std::int64_t at;  // in the windows
+  };
+
+  const TensorSpec& spec_of(const Pair& pair) const { return a_.index().tensors[pair.in_a].spec; }
+
+  void add(Pair& pair) {
+    const TensorSpec& spec = spec_of(pair);
+    const std::int64_t width = size_of(spec.dtype);
+    const std::int64_t elements = numel(spec.shape);
+    for (std::int64_t begin = 0; begin < elements;) {
+      const std::int64_t room = (static_cast<std::int64_t>(of_a_.size()) - used_) / width;
+      if (room == 0) {
+        flush();
+        continue;
+      }
+      const std::int64_t count = std::min(room, elements - begin);
+      parts_.push_back({&pair, begin, count, used_});
+      used_ += count * width;
+      begin += count;
+    }
+  }
+
+  void flush() {
+    std::vector<ElementRequest> from_a;
+    std::vector<ElementRequest> from_b;
+    for (const Part& part : parts_) {
+      const TensorSpec& spec = spec_of(*part.pair);
+      const Box whole = Box::whole(spec.shape);
+      from_a.push_back({part.pair->in_a, whole, part.begin, part.count, spec.dtype, of_a_.data() + part.at});
+      from_b.push_back({part.pair->in_b, whole, part.begin, part.count, spec.dtype, of_b_.data() + part.at});
+    }
+    read_elements(a_, from_a);
+    read_elements(b_, from_b);
+    for (const Part& part : parts_) {
+      Comparison comparison{options_, part.pair->difference, part.pair->first};
+      comparison.add(spec_of(*part.pair).dtype, part.begin, of_a_.data() + part.at, of_b_.data() + part.at, part.count);
+      part.pair->first = comparison.first;
+    }
+    parts_.clear();
+    used_ = 0;
+  }
+
+  CheckpointReader& a_;
+  CheckpointReader& b_;
+  const DiffOptions& options_;
+  std::vector<std::byte> of_a_;
+  std::vector<std::byte> of_b_;
+  std::int64_t used_ = 0;
+  std::vector<Part> parts_;
+};
 
 }  // namespace
 
@@ -176,21 +232,17 @@ DiffReport diff(const std::filesystem::path& path_a, const std::filesystem::path
     report.differences.emplace_back().name = name;
     report.differences.back().kind = kind;
   };
+  std::vector<checkpoint::Pair> pairs;
   const auto compare = [&](std::size_t in_a, std::size_t in_b) {
     const TensorEntry& x = report.a.tensors[in_a];
     const TensorEntry& y = report.b.tensors[in_b];
     if (x.spec.dtype != y.spec.dtype) note(x.name, DifferenceKind::dtype);
     if (x.spec.shape != y.spec.shape) note(x.name, DifferenceKind::shape);
     if (x.spec.dtype != y.spec.dtype || x.spec.shape != y.spec.shape) return;
-    if (x.digest == y.digest) {
+    if (x.digest == y.digest)
       ++report.equal;
-      return;
-    }
-    TensorDifference found = checkpoint::compare_values(a, in_a, b, in_b, options);
-    if (found.count == 0)
-      ++report.close;
     else
-      report.differences.push_back(std::move(found));
+      pairs.push_back({in_a, in_b});
   };
   const auto& of_a = report.a.tensors;
   const auto& of_b = report.b.tensors;
@@ -202,6 +254,19 @@ DiffReport diff(const std::filesystem::path& path_a, const std::filesystem::path
     else
       compare(i++, j++);
   }
+  checkpoint::PairReader(a, b, options).compare(pairs);
+  for (checkpoint::Pair& pair : pairs) {
+    const TensorEntry& tensor = report.a.tensors[pair.in_a];
+    if (pair.first < 0) {
+      ++report.close;
+      continue;
+    }
+    pair.difference.name = tensor.name;
+    pair.difference.first = checkpoint::index_of(tensor.spec.shape, pair.first);
+    report.differences.push_back(std::move(pair.difference));
+  }
+  std::stable_sort(report.differences.begin(), report.differences.end(),
+                   [](const TensorDifference& x, const TensorDifference& y) { return x.name < y.name; });
   report.bytes = a.bytes_read() + b.bytes_read();
   return report;
 }

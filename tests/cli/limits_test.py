@@ -100,6 +100,12 @@ class Limits(unittest.TestCase):
         self.assertIn("100000 of 100000 tensors", self.tool("verify", self.folder / "b", rss=limit))
         self.tool("diff", self.folder / "a", self.folder / "b", rss=limit)
         self.tool("inspect", self.folder / "b", "--ranks", rss=limit)
+        # Others of the same names, in the same blocks: each is read once, or a few times, not for every tensor.
+        write_safetensors(self.folder / "other", {**shapes, "z": [1]}, "U8")
+        self.tool("import", self.folder / "other", self.folder / "c", "--world-size=2")
+        found = json.loads(self.tool("diff", self.folder / "a", self.folder / "c", "--json", status=1, rss=2 * limit))
+        self.assertGreater(len(found["differences"]), count // 2)
+        self.assertLess(found["bytes_read"], 100 * MIB)
         self.tool("export", self.folder / "b", self.folder / "out", rss=limit)
         self.assert_same_data("in", "out", size)
 
