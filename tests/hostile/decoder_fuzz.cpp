@@ -6,11 +6,8 @@
 
 #include <fmt/format.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-
 #include "checkpoint/reader.hpp"
+#include "hostile/fuzz.hpp"
 #include "support/forged_file.hpp"
 #include "support/local_checkpoint.hpp"
 #include "support/scratch_folder.hpp"
@@ -174,24 +171,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 #ifndef FSDP2_LIBFUZZER
 int main(int argc, char** argv) {
-  const bool is_long = std::getenv("FSDP2_TEST_LONG") != nullptr;
-  const std::uint64_t first = argc == 3 ? std::strtoull(argv[1], nullptr, 10) : 0;
-  const std::uint64_t count = argc == 3 ? std::strtoull(argv[2], nullptr, 10) : is_long ? 1000000 : 10000;
-  std::uint64_t accepted = 0;
-  for (std::uint64_t number = first; number < first + count; ++number) {
-    std::mt19937_64 random(number);
-    std::vector<std::uint8_t> input(1 + fsdp2::testing::change_bytes * (1 + random() % 3));
-    for (std::uint8_t& byte : input) byte = static_cast<std::uint8_t>(random());
-    try {
-      accepted += fsdp2::testing::decode(input) ? 1 : 0;
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "decoder_fuzz: input %llu: %s\n", static_cast<unsigned long long>(number), error.what());
-      return 1;
-    }
-  }
-  std::printf("%llu inputs, %llu accepted\n", static_cast<unsigned long long>(count),
-              static_cast<unsigned long long>(accepted));
-  // Else the changes reach nothing, or everything: the decoder was not tested.
-  return count >= 1000 && (accepted < count / 100 || accepted > count / 2) ? 1 : 0;
+  using namespace fsdp2::testing;
+  const auto make = [](std::mt19937_64& random) {
+    const std::size_t changes = 1 + random() % 3;
+    return random_bytes(random, 1 + change_bytes * changes);
+  };
+  return run_fuzz(argc, argv, 10000, make, decode);
 }
 #endif

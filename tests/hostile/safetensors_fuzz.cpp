@@ -5,16 +5,14 @@
 // of four bytes, so that libFuzzer can make inputs too.
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <fstream>
-#include <random>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "checkpoint/safetensors_header.hpp"
 #include "fsdp2/error.hpp"
+#include "hostile/fuzz.hpp"
 #include "support/scratch_folder.hpp"
 
 namespace fsdp2::testing {
@@ -143,25 +141,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 #ifndef FSDP2_LIBFUZZER
 int main(int argc, char** argv) {
-  const bool is_long = std::getenv("FSDP2_TEST_LONG") != nullptr;
-  const std::uint64_t first = argc == 3 ? std::strtoull(argv[1], nullptr, 10) : 0;
-  const std::uint64_t count = argc == 3 ? std::strtoull(argv[2], nullptr, 10) : is_long ? 1000000 : 20000;
-  std::uint64_t accepted = 0;
-  for (std::uint64_t number = first; number < first + count; ++number) {
-    std::mt19937_64 random(number);
+  using namespace fsdp2::testing;
+  const auto make = [](std::mt19937_64& random) {
     const bool has_wrong_length = random() % 16 == 0;
-    std::vector<std::uint8_t> input(fsdp2::testing::change_bytes * (1 + random() % 3) + (has_wrong_length ? 1 : 0));
-    for (std::uint8_t& byte : input) byte = static_cast<std::uint8_t>(random());
-    try {
-      accepted += fsdp2::testing::read(input) ? 1 : 0;
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "safetensors_fuzz: input %llu: %s\n", static_cast<unsigned long long>(number), error.what());
-      return 1;
-    }
-  }
-  std::printf("%llu inputs, %llu accepted\n", static_cast<unsigned long long>(count),
-              static_cast<unsigned long long>(accepted));
-  // Else the changes reach nothing, or everything: the reader was not tested.
-  return count >= 1000 && (accepted < count / 100 || accepted > count / 2) ? 1 : 0;
+    const std::size_t changes = 1 + random() % 3;
+    return random_bytes(random, change_bytes * changes + (has_wrong_length ? 1 : 0));
+  };
+  return run_fuzz(argc, argv, 20000, make, read);
 }
 #endif

@@ -90,6 +90,18 @@ CheckpointIndex open_checkpoint(const std::string& path) {
   }
 }
 
+void run_work(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const ConfigError& error) {
+    throw Exit{status_usage, error.what()};
+  } catch (const ShapeError& error) {
+    throw Exit{status_usage, error.what()};
+  } catch (const Error& error) {
+    throw Exit{status_failed, error.what()};
+  }
+}
+
 void require_directory(const std::string& path) {
   std::error_code error;
   if (!std::filesystem::is_directory(path, error)) throw Exit{status_usage, fmt::format("{} is not a directory", path)};

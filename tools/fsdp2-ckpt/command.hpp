@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -44,6 +45,9 @@ CheckpointIndex open_checkpoint(const std::string& path);
 void require_directory(const std::string& path);
 /// Ends the subcommand if there is something of that name.
 void require_absent(const std::string& path);
+
+/// Runs the work of a subcommand: options that do not fit end it as wrong usage does, other errors as failures.
+void run_work(const std::function<void()>& work);
 
 /// "1.50 MiB".
 std::string format_bytes(std::int64_t bytes);

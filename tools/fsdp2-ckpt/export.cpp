@@ -6,7 +6,6 @@
 
 #include "command.hpp"
 #include "fsdp2/checkpoint/safetensors.hpp"
-#include "fsdp2/error.hpp"
 #include "progress.hpp"
 #include "tensor_options.hpp"
 
@@ -30,13 +29,7 @@ void run(Options& options) {
   options.exports.dtype = casts_of(options.tensors, index);
   options.exports.progress = options.progress.start(false, options.json);
   ExportReport report;
-  try {
-    report = export_safetensors(options.checkpoint, options.target, options.exports);
-  } catch (const ConfigError& error) {
-    throw Exit{status_usage, error.what()};
-  } catch (const Error& error) {
-    throw Exit{status_failed, error.what()};
-  }
+  run_work([&] { report = export_safetensors(options.checkpoint, options.target, options.exports); });
   options.progress.finish();
   if (options.json) {
     print_json({{"checkpoint", options.checkpoint},

@@ -57,17 +57,13 @@ void run(Options& options) {
   complete(options);
   options.import.progress = options.progress.start(false, options.json);
   CheckpointIndex index;
-  try {
-    index = import_safetensors(options.source, options.checkpoint, options.import);
-  } catch (const CorruptError& error) {  // known before anything is written
-    throw Exit{status_usage, error.what()};
-  } catch (const ConfigError& error) {
-    throw Exit{status_usage, error.what()};
-  } catch (const ShapeError& error) {
-    throw Exit{status_usage, error.what()};
-  } catch (const Error& error) {
-    throw Exit{status_failed, error.what()};
-  }
+  run_work([&] {
+    try {
+      index = import_safetensors(options.source, options.checkpoint, options.import);
+    } catch (const CorruptError& error) {  // known before anything is written
+      throw Exit{status_usage, error.what()};
+    }
+  });
   options.progress.finish();
   std::int64_t bytes = 0;
   for (const TensorEntry& tensor : index.tensors) bytes += tensor.bytes();

@@ -132,17 +132,13 @@ void run(Options& options, const Launch& launch) {
   options.reshard.comm = launch.comm();
   options.reshard.progress = options.progress.start(options.quiet, options.json);
   ReshardReport report;
-  try {
-    report = reshard(options.source, options.target, options.reshard);
-  } catch (const MismatchError& error) {
-    throw Exit{status_usage, fmt::format("{} (--rank-local)", error.what())};
-  } catch (const ConfigError& error) {
-    throw Exit{status_usage, error.what()};
-  } catch (const ShapeError& error) {
-    throw Exit{status_usage, error.what()};
-  } catch (const Error& error) {
-    throw Exit{status_failed, error.what()};
-  }
+  run_work([&] {
+    try {
+      report = reshard(options.source, options.target, options.reshard);
+    } catch (const MismatchError& error) {
+      throw Exit{status_usage, fmt::format("{} (--rank-local)", error.what())};
+    }
+  });
   options.progress.finish();
   const Summary summary(report);
   if (options.json)

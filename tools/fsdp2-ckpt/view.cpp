@@ -8,7 +8,6 @@
 #include <memory>
 
 #include "command.hpp"
-#include "fsdp2/error.hpp"
 
 namespace fsdp2::tool {
 
@@ -23,11 +22,7 @@ struct Options {
 void run(const Options& options) {
   (void)open_checkpoint(options.path);
   ViewReport report;
-  try {
-    report = write_view(options.path);
-  } catch (const ConfigError& error) {
-    throw Exit{status_usage, error.what()};
-  }
+  run_work([&] { report = write_view(options.path); });
   const std::string view = options.path + "/view.h5";
   if (options.json)
     print_json(
