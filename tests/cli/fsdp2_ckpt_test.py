@@ -339,7 +339,7 @@ class Pages(ToolTest):
 
 
 class Verify(ToolTest):
-    needs = ["dp3", "grid", "mixed", "empty"]
+    needs = ["dp3", "grid", "mixed", "empty", "names"]
 
     def damage(self, *parts, checkpoint):
         return self.expect(1, "verify", checkpoint, out=["INVALID"], err=parts)
@@ -478,6 +478,23 @@ class Verify(ToolTest):
             self.expect(2, command, path, err=["format version 2", "version 1", "newer fsdp2"])
         self.expect(2, "reshard", path, self.folder / "out", "--world-size", 2, err=["format version 2"])
         self.assertEqual(self.names(), ["damaged"])
+
+
+class Names(ToolTest):
+    needs = ["names"]
+
+    def test_there_and_back(self):
+        """What Python writes, fsdp2 reads and writes, and Python reads again: names and metadata are the same bytes."""
+        path = self.samples / "names"
+        self.expect(0, "reshard", path, self.folder / "three", "--world-size=3", out=["equal"])
+        self.expect(0, "diff", path, self.folder / "three", out=["are equal"])
+        before, after = reader.Checkpoint(path), reader.Checkpoint(self.folder / "three")
+        after.verify()
+        self.assertEqual(after.metadata, {"text": 70000 * "m"})
+        self.assertEqual({name: before.read(name).tobytes() for name in before.tensors},
+                         {name: after.read(name).tobytes() for name in after.tensors})
+        for arguments in (["--tensors"], ["--json", "--tensors"]):
+            self.assertTrue(self.expect(0, "inspect", path, *arguments, out=["a/b"]).stdout.replace("\n", "").isprintable())
 
 
 class Reshard(ToolTest):

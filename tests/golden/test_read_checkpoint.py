@@ -101,7 +101,7 @@ class Whole(TestCase):
     def test_every_tensor(self):
         for name, sample in self.samples.items():
             checkpoint = reader.Checkpoint(self.directory / name)
-            self.assertEqual(list(checkpoint.tensors), sorted((t.name for t in sample.tensors), key=str.encode))
+            self.assertEqual(list(checkpoint.tensors), sorted((t.name for t in sample.tensors), key=writer.encoded))
             for tensor in sample.tensors:
                 entry = checkpoint.tensors[tensor.name]
                 self.assertEqual((entry.dtype, entry.shape), (tensor.dtype, tensor.shape))
@@ -396,6 +396,12 @@ class Program(TestCase):
         result = subprocess.run([sys.executable, "-B", READER, *map(str, arguments)], capture_output=True, timeout=60,
                                 text=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
         return result.returncode, result.stdout, result.stderr
+
+    def test_help(self):
+        status, out, err = self.run_reader("--help")
+        self.assertEqual((status, err), (0, ""))
+        for option in ("CKPT", "--verify", "--digests", "--tensor NAME", "--out FILE.npy"):
+            self.assertIn(option, out)
 
     def test_lists(self):
         status, out, err = self.run_reader(self.directory / "dp3")

@@ -38,6 +38,11 @@ SAVE_ID = "0123456789abcdeffedcba9876543210"
 REPLICATE = ("R",)
 
 
+def encoded(name):
+    """Names are bytes; those that are no UTF-8 are as Python has them in file names."""
+    return name.encode("utf-8", "surrogateescape")
+
+
 @dataclasses.dataclass
 class Mesh:
     name: str
@@ -69,7 +74,7 @@ class Tensor:
 def content(tensor):
     """The tensor's bytes, as uint8[shape + (itemsize,)]."""
     seed = 0xCBF29CE484222325
-    for octet in tensor.name.encode():
+    for octet in encoded(tensor.name):
         seed = (seed ^ octet) * 0x100000001B3 % 2**64
     count = math.prod(tensor.shape) * tensor.itemsize
     z = np.arange(-(-count // 8), dtype=np.uint64) + np.uint64((seed + 0x9E3779B97F4A7C15) % 2**64)
@@ -254,14 +259,14 @@ def halves(save_id):
 
 
 def table_row(tensor, indices, arena_start, count, digest):
-    return {"name": tensor.name.encode(), "dtype": DTYPES[tensor.dtype][0], "shape": tensor.shape,
+    return {"name": encoded(tensor.name), "dtype": DTYPES[tensor.dtype][0], "shape": tensor.shape,
             "offset": [own[0] for own in indices], "extent": [len(own) for own in indices],
             "arena_start": arena_start, "bytes": count, "digest": digest}
 
 
 def write_shard(path, g, ranks, save_id, sample, digests):
     """Adds the contributions of the pieces to the digests. Returns, per rank, the segments for the index."""
-    tensors = sorted(sample.tensors, key=lambda tensor: tensor.name.encode())
+    tensors = sorted(sample.tensors, key=lambda tensor: encoded(tensor.name))
     arenas = {dtype: bytearray() for dtype in DTYPES}
     rows, locals_, rank_rows = [], [], []
     for rank in ranks:
@@ -339,8 +344,8 @@ def write_shard(path, g, ranks, save_id, sample, digests):
 
 
 def write_index(path, file_sizes, segments, save_id, sample, digests):
-    tensors = sorted(sample.tensors, key=lambda tensor: tensor.name.encode())
-    names = [tensor.name.encode() for tensor in tensors]
+    tensors = sorted(sample.tensors, key=lambda tensor: encoded(tensor.name))
+    names = [encoded(tensor.name) for tensor in tensors]
     meshes, file_ranks = sample.meshes, sample.file_ranks
     axes = flat([axis.encode() for axis in mesh.axes] for mesh in meshes)
     placements = flat(tensor.placements for tensor in tensors)
@@ -487,7 +492,15 @@ def empty():
     return Sample(1, [Mesh("mesh", ["dp"], [1], [1])], [], [[0]], step=0)
 
 
-SAMPLES = {"dp3": dp3, "grid": grid, "mixed": mixed, "empty": empty}
+def names():
+    """Two ranks, names that file formats stumble over, much metadata."""
+    odd = ["\0", "\0a\0", "\t\n", ".", "..", "../up", "/", "//", "a", "a\0b", "a/b", "a/b/", "a\\b", "%2F", 300 * "n", "\x7f", "\u00e4",
+           "\u6a21\u578b", "\U0001f9e0", "\udcff\udcfe"]
+    return Sample(2, [Mesh("m/%", ["d p"], [2], [1])], [Tensor(name, "u8", (3,), [("S", 0)], [0]) for name in odd], [[0], [1]],
+                  metadata={"text": 70000 * "m"})
+
+
+SAMPLES = {"dp3": dp3, "grid": grid, "mixed": mixed, "empty": empty, "names": names}
 
 
 def main():
