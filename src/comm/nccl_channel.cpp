@@ -51,6 +51,10 @@ void EventTraits::release(cudaEvent_t event) {
   cudaEventDestroy(event);  // a failure can only be a leak
 }
 
+void StreamTraits::release(cudaStream_t stream) {
+  cudaStreamDestroy(stream);  // as above
+}
+
 void NcclCalls::check(ncclResult_t result, const char* call) const {
   check_nccl(result, call, group_);
 }
@@ -104,8 +108,10 @@ void NcclChannel::initialize(const ncclUniqueId& id) {
   int least = 0;
   int greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", host_->name());
-  check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority",
+  cudaStream_t made = nullptr;
+  check_cuda(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority",
              host_->name());
+  stream_ = UniqueHandle<StreamTraits>(made);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   check_nccl(
@@ -115,12 +121,12 @@ void NcclChannel::initialize(const ncclUniqueId& id) {
 }
 
 NcclChannel::~NcclChannel() {
-  if (comm_ != nullptr) ncclCommAbort(comm_);  // a failure can only be a leak, as below
-  if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  if (comm_ != nullptr) ncclCommAbort(comm_);  // a failure can only be a leak
 }
 
 void NcclChannel::require_alive() const {
-  if (!reason_.empty()) throw CommError(reason_);
+  if (is_dead()) throw CommError(reason_);
+  if (comm_ == nullptr) throw CommError(fmt::format("group \"{}\" is closed", host_->name()));
 }
 
 void NcclChannel::die(std::string_view why) {
@@ -155,14 +161,14 @@ void NcclChannel::follow(cudaStream_t before) {
   const CudaEvent event(made);
   check_cuda(cudaEventRecord(event.get(), before), "cudaEventRecord", host_->name());
   // CUDA keeps what an event stands for when it is destroyed.
-  check_cuda(cudaStreamWaitEvent(stream_, event.get(), 0), "cudaStreamWaitEvent", host_->name());
+  check_cuda(cudaStreamWaitEvent(stream_.get(), event.get(), 0), "cudaStreamWaitEvent", host_->name());
 }
 
 void NcclChannel::run(std::string_view what, const std::function<void(const NcclCalls&)>& calls) {
   require_alive();
   check_nccl(ncclGroupStart(), "ncclGroupStart", host_->name());
   try {
-    calls(NcclCalls(comm_, stream_, host_->name()));
+    calls(NcclCalls(comm_, stream_.get(), host_->name()));
   } catch (const std::exception& error) {
     (void)ncclGroupEnd();  // fails, as its calls have
     die(error.what());
@@ -178,7 +184,7 @@ CudaEvent NcclChannel::mark() const {
   cudaEvent_t made = nullptr;
   check_cuda(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreateWithFlags", host_->name());
   CudaEvent event(made);
-  check_cuda(cudaEventRecord(event.get(), stream_), "cudaEventRecord", host_->name());
+  check_cuda(cudaEventRecord(event.get(), stream_.get()), "cudaEventRecord", host_->name());
   return event;
 }
 
@@ -209,8 +215,7 @@ void NcclChannel::close() {
   check_nccl(ncclCommFinalize(comm_), "ncclCommFinalize", host_->name());
   settle("ncclCommFinalize");
   check_nccl(ncclCommDestroy(std::exchange(comm_, nullptr)), "ncclCommDestroy", host_->name());
-  check_cuda(cudaStreamDestroy(std::exchange(stream_, nullptr)), "cudaStreamDestroy", host_->name());
-  reason_ = fmt::format("group \"{}\" is closed", host_->name());
+  stream_.reset();
 }
 
 }  // namespace fsdp2

@@ -30,6 +30,12 @@ struct EventTraits {
 /// A point in a stream.
 using CudaEvent = UniqueHandle<EventTraits>;
 
+struct StreamTraits {
+  using Type = cudaStream_t;
+  static cudaStream_t invalid() { return nullptr; }
+  static void release(cudaStream_t stream);
+};
+
 /// The work of one group of NCCL calls: each returns at once, and is part of the group. Lengths are in bytes, or in
 /// elements where they are reduced.
 class NcclCalls {
@@ -65,7 +71,8 @@ class NcclChannel {
   /// Aborts what was not closed.
   ~NcclChannel();
 
-  cudaStream_t stream() const { return stream_; }
+  cudaStream_t stream() const { return stream_.get(); }
+  bool is_dead() const { return !reason_.empty(); }
 
   /// Lets the channel's stream wait for all that is queued on `before`.
   void follow(cudaStream_t before);
@@ -91,7 +98,7 @@ class NcclChannel {
   std::shared_ptr<const HostCommunicator> host_;  // operations may outlive the communicator
   double timeout_seconds_;
   ncclComm_t comm_ = nullptr;
-  cudaStream_t stream_ = nullptr;
+  UniqueHandle<StreamTraits> stream_;
   std::string reason_;  // why it is dead; empty: it is not
 };
 

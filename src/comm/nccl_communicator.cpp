@@ -14,6 +14,7 @@
 #include "comm/host_communicator.hpp"
 #include "comm/nccl_channel.hpp"
 #include "fsdp2/communicator.hpp"
+#include "fsdp2/log.hpp"
 #include "kernels.hpp"
 
 namespace fsdp2 {
@@ -179,13 +180,19 @@ class NcclCommunicator final : public Communicator {
 
   void close() override {
     if (is_closed_) return;
-    pending_->drain();
-    on_channel_.reset();
-    if (channel_) channel_->close();
+    is_closed_ = true;
+    try {
+      if (!is_dead()) pending_->drain();
+      on_channel_.reset();
+      if (channel_ && !is_dead()) channel_->close();
+    } catch (const CommError& error) {
+      if (!is_dead()) throw;
+      log(LogLevel::warning, error.what());
+    }
+    if (is_dead()) return;  // freeing the communicator is collective: MPI_Finalize does it
     channel_.reset();
     host_->barrier();
     host_->close();
-    is_closed_ = true;
   }
 
  private:
@@ -209,6 +216,7 @@ class NcclCommunicator final : public Communicator {
                                     host_->name(), all[0], other, all[other]));
   }
 
+  bool is_dead() const { return channel_ && channel_->is_dead(); }
   bool is_copy() const { return size() == 1 && options_.size_one_shortcut; }
   static Work copy(const ExecutionSpace& exec, std::span<const Transfer> transfers) {
     for (const auto& [send, receive] : transfers) kernels::copy(exec, receive, send);
